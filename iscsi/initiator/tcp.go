@@ -8,12 +8,8 @@ import (
 	"hash/crc32"
 	"io"
 	"net"
-	"os"
 	"strconv"
 	"sync"
-	"syscall"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/iser-target/iser-target/iscsi/keys"
 	"github.com/iser-target/iser-target/iscsi/pdu"
@@ -62,8 +58,9 @@ func NewTCP(nc net.Conn) Carrier {
 	c.out.SetConn(nc)
 	c.out.Keep()
 	if t, ok := nc.(*net.TCPConn); ok {
-		c.raw, _ = t.SyscallConn()
-		c.dropping = c.dropNow
+		if raw, err := t.SyscallConn(); err == nil {
+			c.sink = llp.NewSink(raw)
+		}
 	}
 	return c
 }
@@ -71,7 +68,7 @@ func NewTCP(nc net.Conn) Carrier {
 // tcpCarrier is a connection over TCP.
 type tcpCarrier struct {
 	nc     net.Conn
-	raw    syscall.RawConn // nil: data cannot be dropped in the kernel
+	sink   *llp.Sink // nil: data cannot be dropped in the kernel
 	params Params
 	find   func(uint32) *Command
 
@@ -80,10 +77,6 @@ type tcpCarrier struct {
 	limit int // longest data segment, bytes
 	head  [pdu.BHSLen]byte
 	data  []byte // of the PDU that Receive returned
-	// Of drop:
-	dropping        func(fd uintptr) bool // dropNow, which is nowhere else so that drop allocates nothing
-	toDrop, dropped int
-	dropErr         error
 
 	sending sync.Mutex // the goroutine in Flush
 	out     llp.Gather
@@ -399,7 +392,7 @@ func (c *tcpCarrier) receive(p *PDU) (bool, error) {
 		if st, to, err = c.place(h, size); err != nil {
 			return false, err
 		}
-		skip = c.raw != nil && st.cmd.c.SkipCopy && !c.params.DataDigest
+		skip = c.sink != nil && st.cmd.c.SkipCopy && !c.params.DataDigest
 	} else {
 		if cap(c.data) < size {
 			c.data = make([]byte, size)
@@ -429,7 +422,7 @@ func (c *tcpCarrier) body(to []byte, skip bool) error {
 	c.win.Thin = len(to) >= llp.LongData
 	var err error
 	if skip && c.win.Thin {
-		err = c.win.Drop(len(to), c.drop)
+		err = c.win.Drop(len(to), c.sink.Drop)
 	} else {
 		_, err = io.ReadFull(&c.win, to)
 	}
@@ -455,37 +448,6 @@ func (c *tcpCarrier) body(to []byte, skip bool) error {
 		}
 	}
 	return nil
-}
-
-// drop waits for data in the socket, and drops up to n bytes of it. It returns how many, and io.EOF at the end.
-func (c *tcpCarrier) drop(n int) (int, error) {
-	c.toDrop, c.dropped, c.dropErr = n, 0, nil
-	if err := c.raw.Read(c.dropping); err != nil {
-		return 0, err
-	}
-	if c.dropped == 0 && c.dropErr == nil {
-		return 0, io.EOF
-	}
-	return c.dropped, c.dropErr
-}
-
-// dropNow drops what has come. It returns false if that is nothing yet.
-func (c *tcpCarrier) dropNow(fd uintptr) bool {
-	for {
-		// TCP takes no memory with MSG_TRUNC, so there is only a length.
-		n, _, errno := unix.Syscall6(unix.SYS_RECVFROM, fd, 0, uintptr(c.toDrop), unix.MSG_TRUNC|unix.MSG_DONTWAIT, 0, 0)
-		switch errno {
-		case 0:
-			c.dropped = int(n)
-			return true
-		case unix.EAGAIN:
-			return false
-		case unix.EINTR:
-		default:
-			c.dropErr = os.NewSyscallError("recvfrom", errno)
-			return true
-		}
-	}
 }
 
 // reason returns why the connection has ended.
