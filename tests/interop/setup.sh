@@ -29,6 +29,7 @@ packages=(
 	open-iscsi rdma-core libibverbs1 ibverbs-providers ibverbs-utils rdmacm-utils perftest rpm qemu-user libiscsi-bin
 	chromium fio e2fsprogs xfsprogs btrfs-progs sg3-utils ddpt sdparm multipath-tools udev systemd crun iproute2 ethtool tcpdump tshark nfs-kernel-server nfs-common
 	ansible-core python3-apt strongswan-swanctl charon-systemd libstrongswan-standard-plugins nftables tgt qemu-block-extra qemu-utils nbdkit prometheus etcd-server
+	lvm2 thin-provisioning-tools
 	make gcc-12 bc flex bison libelf1
 )
 

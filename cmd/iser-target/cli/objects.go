@@ -451,8 +451,9 @@ func (p *program) createLUN() *cobra.Command {
 		l     schema.LUN
 		id    int
 		rates rateFlags
+		in    poolFlags
 	)
-	cmd := p.change(verb{adds: true, names: targetOptional, use: "create [TARGET] [--backend BACKEND] [--path PATH] [--size SIZE] [--preallocate] [--from FILE]", short: "Create a LUN", args: cobra.ExactArgs(1), complete: p.complete(targets),
+	cmd := p.change(verb{adds: true, names: targetOptional, use: "create [TARGET] [--backend BACKEND] [--path PATH] [--pool POOL] [--size SIZE] [--preallocate] [--from FILE]", short: "Create a LUN", args: cobra.ExactArgs(1), complete: p.complete(targets),
 		long: `Create a LUN. Initiators that are logged in are notified (REPORTED LUNS DATA HAS
 CHANGED). If its file does not exist, the target creates it with the given size. The
 file takes space as data is written. A file that exists keeps its size: leave out
@@ -461,14 +462,23 @@ file takes space as data is written. A file that exists keeps its size: leave ou
 --preallocate creates the file with all its space. --from creates it as a copy of a
 file or block device, which shares blocks with it if the file system supports that;
 --size may be left out. Both require that the file does not exist, and show their
-progress. If interrupted, they leave nothing behind.`,
+progress. If interrupted, they leave nothing behind.
+
+--pool makes a new volume on this machine, and serves it: dir:/DIRECTORY makes a file,
+lvm:GROUP/THINPOOL a thin volume of LVM, zfs:POOL/DATASET a sparse volume of ZFS. The
+command runs lvcreate or zfs itself, so run it as root. If the target refuses the LUN,
+the command removes the volume again.`,
 		example: `  iser-target lun create iqn.2026-11.io.example:store --path /srv/one.img --size 10GiB
-  iser-target lun create iqn.2026-11.io.example:store --backend block --path /dev/sdb`},
+  iser-target lun create iqn.2026-11.io.example:store --backend block --path /dev/sdb
+  iser-target lun create iqn.2026-11.io.example:store --pool lvm:vg0/thin --size 10GiB`},
 		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, error) {
 			if c.cmd.Flags().Changed("id") {
 				l.ID = &id
 			}
-			var err error
+			from, err := c.checkPool(&in, &l)
+			if err != nil {
+				return nil, err
+			}
 			if l.Path != "" && (l.Backend == "file" || l.Backend == "block") {
 				if l.Path, err = c.absolute(l.Path); err != nil {
 					return nil, err
@@ -490,28 +500,12 @@ progress. If interrupted, they leave nothing behind.`,
 			if err := rates.of(c.cmd, &l); err != nil {
 				return nil, err
 			}
-			if !l.Preallocate && l.From == "" {
-				return c.AddLUN(ctx, c.args[0], l, o)
+			if from != nil {
+				return c.createInPool(ctx, from, &in, c.args[0], l, o, func(l schema.LUN) (*schema.Plan, error) {
+					return c.makeLUN(ctx, l, o)
+				})
 			}
-			if l.Backend != "file" {
-				return nil, usage(c.cmd, "--preallocate and --from require the backend file, not %s", l.Backend)
-			}
-			if l.From == "" && l.Size == "" {
-				return nil, usage(c.cmd, "--preallocate requires --size, the space of the file")
-			}
-			if l.From != "" {
-				if l.From, err = c.absolute(l.From); err != nil {
-					return nil, err
-				}
-			}
-			bar := newBar(c.cmd.ErrOrStderr())
-			defer bar.end()
-			plan, err := c.MakeLUN(c.cmd.Context(), c.args[0], l, o, bar.show)
-			if err != nil && c.cmd.Context().Err() != nil {
-				err = &schema.Error{Code: schema.Failed, Message: "interrupted: " + l.Path + " was not created, unless it was complete just before",
-					Hint: "see iser-target lun list"}
-			}
-			return plan, err
+			return c.makeLUN(ctx, l, o)
 		})
 	f := cmd.Flags()
 	f.IntVar(&id, "id", 0, "number of the LUN (default: the first free one)")
@@ -539,6 +533,8 @@ progress. If interrupted, they leave nothing behind.`,
 	f.StringArrayVar(&l.ReadOnlyFor, "read-only-for", nil, "pattern of initiators that may only read; repeatable")
 	rates.add(cmd)
 	f.BoolVar(&l.Preallocate, "preallocate", false, "create the file with all its space")
+	f.StringVar(&in.pool, "pool", "", "make a volume in this pool: dir:/DIRECTORY, lvm:GROUP/THINPOOL or zfs:POOL/DATASET")
+	f.StringVar(&in.volume, "volume", "", "name of the new volume of --pool (default: ALIAS-lunN)")
 	f.StringVar(&l.From, "from", "", "create the file as a copy of this file or block device")
 	cmd.MarkFlagFilename("path")
 	cmd.MarkFlagFilename("from")
@@ -547,13 +543,46 @@ progress. If interrupted, they leave nothing behind.`,
 	return cmd
 }
 
+// makeLUN adds l to the target that the first argument names, with progress if its file takes time to create.
+func (c *call) makeLUN(ctx context.Context, l schema.LUN, o schema.Options) (*schema.Plan, error) {
+	if !l.Preallocate && l.From == "" {
+		return c.AddLUN(ctx, c.args[0], l, o)
+	}
+	if l.Backend != "file" {
+		return nil, usage(c.cmd, "--preallocate and --from require the backend file, not %s", l.Backend)
+	}
+	if l.From == "" && l.Size == "" {
+		return nil, usage(c.cmd, "--preallocate requires --size, the space of the file")
+	}
+	if l.From != "" {
+		var err error
+		if l.From, err = c.absolute(l.From); err != nil {
+			return nil, err
+		}
+	}
+	bar := newBar(c.cmd.ErrOrStderr())
+	defer bar.end()
+	plan, err := c.MakeLUN(c.cmd.Context(), c.args[0], l, o, bar.show)
+	if err != nil && c.cmd.Context().Err() != nil {
+		err = &schema.Error{Code: schema.Failed, Message: "interrupted: " + l.Path + " was not created, unless it was complete just before",
+			Hint: "see iser-target lun list"}
+	}
+	return plan, err
+}
+
 func (p *program) deleteLUN() *cobra.Command {
-	return p.change(verb{names: targetOptional, use: "delete [TARGET] LUN", short: "Delete a LUN; its file or device stays",
+	var volume bool
+	cmd := p.change(verb{names: targetOptional, use: "delete [TARGET] LUN", short: "Delete a LUN; its file or device stays",
 		args: cobra.ExactArgs(2), parse: (*call).parseLUN, complete: p.complete(targets, luns),
-		long: "Delete a LUN. Its file or device stays. If a session uses the LUN, choose what\nhappens to its commands: --drain lets them finish, --now aborts them. --now also\naborts those of a LUN that was deleted before and still drains."},
+		long: "Delete a LUN. Its file or device stays. If a session uses the LUN, choose what\nhappens to its commands: --drain lets them finish, --now aborts them. --now also\naborts those of a LUN that was deleted before and still drains.\n\n--delete-volume also removes the volume that lun create --pool made in LVM or ZFS for the\nLUN, with its data. Run it as root, on the machine of the target."},
 		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, error) {
+			if volume {
+				return c.deleteWithVolume(ctx, o)
+			}
 			return c.RemoveLUN(ctx, c.target, c.lun, o)
 		})
+	cmd.Flags().BoolVar(&volume, "delete-volume", false, "also remove the volume of LVM or ZFS that lun create --pool made, with its data")
+	return cmd
 }
 
 func (p *program) resizeLUN() *cobra.Command {
