@@ -45,7 +45,7 @@ type Medium interface {
 type Options struct {
 	Name   string // no other gateway has it
 	Home   state.Lessor
-	LUNs   []string // those that this gateway can serve; all gateways call them so, by their NAA for example
+	LUNs   []string // all that the group has, by their NAA for example; what a gateway cannot open it leaves to others
 	Medium Medium
 
 	// TTL is that of the lease: when it has been silent for so long, others take over. Default 5 s.
@@ -69,6 +69,8 @@ const (
 	renewals        = 5 // per TTL
 	// retry is the pause after a failure that concerns one LUN or the home.
 	retry = 500 * time.Millisecond
+	// maxBold is how many LUNs a gateway claims at a time that another one should have rather.
+	maxBold = 4
 	// unableFor is how long a gateway leaves a LUN to others that it could not open.
 	unableFor = 5 * time.Minute
 )
@@ -85,6 +87,8 @@ const (
 type member struct {
 	Draining bool     `json:"draining,omitempty"` // it wants no LUN
 	Unable   []string `json:"unable,omitempty"`   // LUNs that it could not open
+
+	hash uint64 // of its name
 }
 
 // wants reports whether the gateway wants the LUN.
@@ -99,9 +103,11 @@ type opening struct {
 // A Gateway is a member of a group that shares LUNs.
 type Gateway struct {
 	o      Options
+	hash   uint64          // of its name
 	ctx    context.Context // ends with Close
 	cancel context.CancelFunc
 	done   sync.WaitGroup
+	bold   chan struct{} // has room for maxBold
 
 	mu        sync.Mutex // guards the fields below
 	term      *term      // nil: without a lease
@@ -111,8 +117,10 @@ type Gateway struct {
 	known     map[string]state.Revision // of all values
 	listed    bool                      // known has what there was at the start
 	units     map[string]*Unit
-	changed   chan struct{} // closed when the fields above have changed, except those of units
-	err       error         // why the gateway has no lease
+	changed   chan struct{}       // closed when the fields above have changed, and while the gateway gives LUNs back also when units have
+	err       error               // why the gateway has no lease
+	claims    map[*Unit]time.Time // when claims were sent that are not answered
+	slow      time.Time           // when a claim was answered after more than Step
 }
 
 // A term is the time of one lease.
@@ -135,6 +143,7 @@ func (e *mediumError) Unwrap() error { return e.error }
 type Unit struct {
 	g    *Gateway
 	name string
+	hash uint64        // of name
 	wake chan struct{} // has room for one: owner has changed
 
 	// The gate of the term: of admits from the moment when the store is open until it has to be closed, of answers until it is closed.
@@ -173,15 +182,16 @@ func Join(o Options) (*Gateway, error) {
 	case o.Margin < 0 || o.Margin > o.TTL/2:
 		return nil, fmt.Errorf("gateway %s: a margin of %v: it can be 0s to %v, half of the lease", o.Name, o.Margin, o.TTL/2)
 	}
-	g := &Gateway{o: o, members: map[string]member{}, preferred: map[string]string{}, known: map[string]state.Revision{},
+	g := &Gateway{o: o, hash: hash(o.Name), members: map[string]member{}, preferred: map[string]string{}, known: map[string]state.Revision{},
 		units: map[string]*Unit{}, changed: make(chan struct{})}
+	g.bold, g.claims = make(chan struct{}, maxBold), map[*Unit]time.Time{}
 	g.ctx, g.cancel = context.WithCancel(context.Background())
 	for _, name := range o.LUNs {
 		if name == "" || g.units[name] != nil {
 			g.cancel()
 			return nil, fmt.Errorf("gateway %s: %q is not a name of a LUN, or it is there twice", o.Name, name)
 		}
-		g.units[name] = &Unit{g: g, name: name, wake: make(chan struct{}, 1)}
+		g.units[name] = &Unit{g: g, name: name, hash: hash(name), wake: make(chan struct{}, 1)}
 	}
 	g.done.Go(g.follow)
 	g.done.Go(g.lead)
@@ -281,6 +291,19 @@ func (g *Gateway) Close() {
 func (g *Gateway) announce() {
 	close(g.changed)
 	g.changed = make(chan struct{})
+	for _, u := range g.units {
+		if u.owner.Gateway == "" || u.owner.Gateway == g.o.Name || u.busy { // the others wait for their owners
+			u.signal()
+		}
+	}
+}
+
+// signal wakes the goroutine of u.
+func (u *Unit) signal() {
+	select {
+	case u.wake <- struct{}{}:
+	default:
+	}
 }
 
 // pause waits, and reports false if ctx ends first.
@@ -506,6 +529,7 @@ func (g *Gateway) learn(v state.Value) {
 		if v.Data == nil || json.Unmarshal(v.Data, &m) != nil {
 			delete(g.members, name)
 		} else {
+			m.hash = hash(name)
 			g.members[name] = m
 		}
 		g.announce()
@@ -531,26 +555,25 @@ func (u *Unit) learn(o opening) {
 	if u.g.draining {
 		u.g.announce()
 	}
-	select {
-	case u.wake <- struct{}{}:
-	default:
-	}
+	u.signal()
 }
 
 // rank returns how many gateways should have u rather than this one. g.mu is held.
 func (u *Unit) rank() (n int) {
-	others := func(yield func(string) bool) {
-		for name, m := range u.g.members {
-			if name != u.g.o.Name && m.wants(u.name) && !yield(name) {
-				return
+	g := u.g
+	preferred := g.preferred[u.name]
+	own := weight(g.hash, u.hash)
+	for name, m := range g.members {
+		switch {
+		case name == g.o.Name || !m.wants(u.name):
+		case !u.unable.IsZero() || name == preferred:
+			n++
+		case g.o.Name == preferred:
+		default:
+			if w := weight(m.hash, u.hash); w > own || w == own && name < g.o.Name {
+				n++
 			}
 		}
-	}
-	if u.unable.IsZero() {
-		return rank(u.g.o.Name, u.name, u.g.preferred[u.name], others)
-	}
-	for range others {
-		n++
 	}
 	return n
 }
@@ -558,16 +581,18 @@ func (u *Unit) rank() (n int) {
 // run serves the LUN whenever it falls to this gateway.
 func (u *Unit) run() {
 	for {
-		t := u.await()
+		t, bold := u.await()
 		if t == nil {
 			return
 		}
-		err := u.serve(t)
+		err := u.serve(t, bold)
 		g := u.g
 		g.mu.Lock()
 		u.busy = false
 		failed := u.failed
-		g.announce()
+		if g.draining || g.term == nil {
+			g.announce()
+		}
 		g.mu.Unlock()
 		if err != nil && t.ctx.Err() == nil {
 			u.report(false, err)
@@ -582,18 +607,75 @@ func (u *Unit) report(serves bool, reason error) {
 	}
 }
 
-// await waits until u has no owner and this gateway is the one to claim it. It returns nil after Close.
-func (u *Unit) await() *term {
+// isSlow reports whether claims take longer than Step at present. g.mu is held.
+func (g *Gateway) isSlow() bool {
+	if time.Since(g.slow) < 5*g.o.Step {
+		return true
+	}
+	for _, sent := range g.claims {
+		if time.Since(sent) > g.o.Step {
+			return true
+		}
+	}
+	return false
+}
+
+// claim puts the value of the owner.
+func (u *Unit) claim(t *term, bold bool) (state.Revision, error) {
+	g := u.g
+	me, err := json.Marshal(opening{Gateway: g.o.Name})
+	if err != nil {
+		return 0, err
+	}
+	g.mu.Lock()
+	sent := time.Now()
+	g.claims[u] = sent
+	g.mu.Unlock()
+	revision, err := t.lease.Put(t.ctx, ownerKey+u.name, me, 0)
+	if bold {
+		<-g.bold
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	delete(g.claims, u)
+	if now := time.Now(); now.Sub(sent) > g.o.Step {
+		g.slow = now
+	}
+	if err == nil && g.known[ownerKey+u.name] < revision {
+		g.known[ownerKey+u.name] = revision
+		u.owner, u.since = opening{Gateway: g.o.Name}, time.Now()
+	}
+	return revision, err
+}
+
+// await waits until u has no owner and this gateway is the one to claim it; bold: because better ones have not. It returns nil after Close.
+func (u *Unit) await() (t *term, bold bool) {
 	g := u.g
 	for {
 		g.mu.Lock()
-		t, changed := g.term, g.changed
-		claim, recovered, wait := false, false, time.Duration(-1)
+		t := g.term
+		claim, bold, recovered, wait := false, false, false, time.Duration(-1)
 		switch {
 		case t == nil || !g.listed || g.draining:
 		case u.owner.Gateway == "":
-			wait = max(time.Until(u.since.Add(time.Duration(u.rank())*g.o.Step)), 0)
+			rank := time.Duration(u.rank())
+			wait = max(time.Until(u.since.Add(rank*g.o.Step)), 0)
 			claim = wait == 0
+			if claim && rank > 0 {
+				select {
+				case g.bold <- struct{}{}:
+					bold = true
+				default:
+					claim = false
+				}
+				if claim && g.isSlow() { // the better ones may be on their way, and more claims make it worse
+					<-g.bold
+					claim, bold = false, false
+				}
+				if !claim {
+					wait = rank * g.o.Step
+				}
+			}
 			u.busy = claim
 		case !u.unable.IsZero():
 			if wait = max(time.Until(u.unable), 0); wait == 0 {
@@ -602,19 +684,19 @@ func (u *Unit) await() *term {
 		}
 		g.mu.Unlock()
 		if claim {
-			return t
+			return t, bold
 		}
 		if recovered {
 			_ = g.present(t.ctx, t)
 		}
-		if !u.sleep(g.ctx, changed, wait) {
-			return nil
+		if !u.sleep(g.ctx, wait) {
+			return nil, false
 		}
 	}
 }
 
 // sleep waits for a change, for d unless that is negative, and until ctx ends. Then it returns false.
-func (u *Unit) sleep(ctx context.Context, changed <-chan struct{}, d time.Duration) bool {
+func (u *Unit) sleep(ctx context.Context, d time.Duration) bool {
 	var late <-chan time.Time
 	if d >= 0 {
 		timer := time.NewTimer(d)
@@ -622,7 +704,6 @@ func (u *Unit) sleep(ctx context.Context, changed <-chan struct{}, d time.Durati
 		late = timer.C
 	}
 	select {
-	case <-changed:
 	case <-u.wake:
 	case <-late:
 	case <-ctx.Done():
@@ -632,13 +713,9 @@ func (u *Unit) sleep(ctx context.Context, changed <-chan struct{}, d time.Durati
 }
 
 // serve claims u and serves it until that has to end. It fails if it could not begin.
-func (u *Unit) serve(t *term) error {
+func (u *Unit) serve(t *term, bold bool) error {
 	g := u.g
-	me, err := json.Marshal(opening{Gateway: g.o.Name})
-	if err != nil {
-		return err
-	}
-	revision, err := t.lease.Put(t.ctx, ownerKey+u.name, me, 0)
+	revision, err := u.claim(t, bold)
 	if errors.Is(err, state.ErrConflict) {
 		pause(t.ctx, g.o.Step) // until the watch tells whose it is
 		return nil
@@ -646,12 +723,6 @@ func (u *Unit) serve(t *term) error {
 	if err != nil {
 		return err
 	}
-	g.mu.Lock()
-	if g.known[ownerKey+u.name] < revision {
-		g.known[ownerKey+u.name] = revision
-		u.owner, u.since = opening{Gateway: g.o.Name}, time.Now()
-	}
-	g.mu.Unlock()
 	noted, err := u.open(t)
 	u.able(t, err)
 	if err == nil {
@@ -748,7 +819,6 @@ func (u *Unit) hold(t *term, revision state.Revision) (lost bool) {
 	var better time.Time // since when another gateway should have u rather
 	for {
 		g.mu.Lock()
-		changed := g.changed
 		doubt := u.owner.Gateway != g.o.Name || g.known[ownerKey+u.name] != revision
 		away, wait := g.draining, time.Duration(-1)
 		switch {
@@ -780,7 +850,7 @@ func (u *Unit) hold(t *term, revision state.Revision) (lost bool) {
 				continue
 			}
 		}
-		if !u.sleep(t.ctx, changed, wait) {
+		if !u.sleep(t.ctx, wait) {
 			return g.ctx.Err() == nil
 		}
 	}
