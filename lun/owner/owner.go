@@ -71,6 +71,8 @@ const (
 	retry = 500 * time.Millisecond
 	// maxBold is how many LUNs a gateway claims at a time that another one should have rather.
 	maxBold = 4
+	// maxMoves is how many LUNs a gateway gives back at a time to those that should have them, so that none waits for the others.
+	maxMoves = 4
 	// unableFor is how long a gateway leaves a LUN to others that it could not open.
 	unableFor = 5 * time.Minute
 )
@@ -108,6 +110,7 @@ type Gateway struct {
 	cancel context.CancelFunc
 	done   sync.WaitGroup
 	bold   chan struct{} // has room for maxBold
+	moves  chan struct{} // has room for maxMoves
 
 	mu        sync.Mutex // guards the fields below
 	term      *term      // nil: without a lease
@@ -153,6 +156,7 @@ type Unit struct {
 	owner  opening   // no Gateway: none
 	since  time.Time // when owner changed
 	busy   bool      // it is claimed, served or given back
+	moves  bool      // it has a place in g.moves
 	unable time.Time // until when this gateway leaves it to others; zero: it does not
 	failed int       // openings in succession that have failed
 }
@@ -184,7 +188,7 @@ func Join(o Options) (*Gateway, error) {
 	}
 	g := &Gateway{o: o, hash: hash(o.Name), members: map[string]member{}, preferred: map[string]string{}, known: map[string]state.Revision{},
 		units: map[string]*Unit{}, changed: make(chan struct{})}
-	g.bold, g.claims = make(chan struct{}, maxBold), map[*Unit]time.Time{}
+	g.bold, g.moves, g.claims = make(chan struct{}, maxBold), make(chan struct{}, maxMoves), map[*Unit]time.Time{}
 	g.ctx, g.cancel = context.WithCancel(context.Background())
 	for _, name := range o.LUNs {
 		if name == "" || g.units[name] != nil {
@@ -588,7 +592,10 @@ func (u *Unit) run() {
 		err := u.serve(t, bold)
 		g := u.g
 		g.mu.Lock()
-		u.busy = false
+		if u.moves {
+			<-g.moves
+		}
+		u.busy, u.moves = false, false
 		failed := u.failed
 		if g.draining || g.term == nil {
 			g.announce()
@@ -828,8 +835,15 @@ func (u *Unit) hold(t *term, revision state.Revision) (lost bool) {
 			if better.IsZero() {
 				better = time.Now()
 			}
-			wait = max(time.Until(better.Add(g.o.Failback)), 0)
-			away = away || wait == 0
+			if wait = max(time.Until(better.Add(g.o.Failback)), 0); wait > 0 || away {
+				break
+			}
+			select {
+			case g.moves <- struct{}{}:
+				u.moves, away = true, true
+			default:
+				wait = g.o.Step
+			}
 		}
 		g.mu.Unlock()
 		if away {
