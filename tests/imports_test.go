@@ -44,6 +44,7 @@ var mayImport = map[string][]string{
 	"lun/fair":                   {"lun/invariant", "security/limits"},
 	"lun/invariant":              {},
 	"lun/state":                  {"backend/handed", "lun/invariant"},
+	"lun/owner":                  {"lun/state"},
 	"lun/state/hometest":         {"lun/state"},
 	"lun/state/etcd":             {"lun/state", "go.etcd.io/etcd/api/v3", "go.etcd.io/etcd/client/v3", "go.uber.org/zap", "google.golang.org/grpc"},
 	"rdma":                       {"rdma/llp", "rdma/wire", "golang.org/x/sys"},

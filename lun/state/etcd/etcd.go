@@ -307,6 +307,11 @@ func (sentHandler) HandleConn(context.Context, stats.ConnStats)                 
 
 // Put implements state.Home. data has at most MaxValue bytes.
 func (h *Home) Put(ctx context.Context, key string, data []byte, base state.Revision) (state.Revision, error) {
+	return h.put(ctx, key, data, base, clientv3.NoLease)
+}
+
+// put is Put of a value that stays as long as the lease.
+func (h *Home) put(ctx context.Context, key string, data []byte, base state.Revision, lease clientv3.LeaseID) (state.Revision, error) {
 	if err := checkKey(key); err != nil {
 		return 0, err
 	}
@@ -321,7 +326,7 @@ func (h *Home) Put(ctx context.Context, key string, data []byte, base state.Revi
 	name := h.values + key
 	op := clientv3.OpDelete(name)
 	if data != nil {
-		op = clientv3.OpPut(name, string(data))
+		op = clientv3.OpPut(name, string(data), clientv3.WithLease(lease))
 	}
 	for {
 		if err := h.settle(ctx, func(k string) bool { return k == key }); err != nil {
@@ -337,6 +342,8 @@ func (h *Home) Put(ctx context.Context, key string, data []byte, base state.Revi
 			Else(clientv3.OpGet(name, clientv3.WithKeysOnly()), clientv3.OpGet(h.fenceKey, clientv3.WithKeysOnly())).
 			Commit()
 		switch {
+		case errors.Is(err, rpctypes.ErrLeaseNotFound):
+			return 0, fmt.Errorf("%s: %w", h.where, state.ErrLeaseEnded)
 		case err != nil && sent.Load() && !refused(err):
 			h.mu.Lock()
 			h.unsure[key] = fence

@@ -70,13 +70,15 @@ func want(t *testing.T, h state.Home, key, text string, r state.Revision) {
 func TestHome(t *testing.T) {
 	members := etcdserver.Start(t, 1)
 	n := 0
-	hometest.Run(t, func(t *testing.T) func() state.Home {
+	place := func(t *testing.T) func() state.Home {
 		n++
 		prefix := fmt.Sprintf("/test/%d", n) // the homes are each other's neighbors
 		return func() state.Home {
 			return open(t, Config{Endpoints: etcdserver.Endpoints(members), Prefix: prefix})
 		}
-	})
+	}
+	hometest.Run(t, place)
+	t.Run("leases", func(t *testing.T) { hometest.RunLessor(t, place) })
 }
 
 func TestCheck(t *testing.T) {

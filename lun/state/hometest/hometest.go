@@ -48,6 +48,95 @@ func Run(t *testing.T, place func(t *testing.T) (open func() state.Home)) {
 	}
 }
 
+// RunLessor tests the leases of homes that place makes, as for Run.
+func RunLessor(t *testing.T, place func(t *testing.T) (open func() state.Home)) {
+	open := place(t)
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	h := &home{T: t, Home: open(), ctx: ctx, open: open}
+	defer func() { h.Close() }()
+	lessor := h.Home.(state.Lessor)
+	begin := func() (state.Lease, time.Time) {
+		began := time.Now()
+		l, err := lessor.Lease(ctx, 2*time.Second)
+		if err != nil || l.TTL() < 2*time.Second || l.TTL() > 10*time.Second {
+			t.Fatalf("a lease of 2s: %v", err)
+		}
+		return l, began
+	}
+	put := func(l state.Lease, key string) state.Revision {
+		r, err := l.Put(ctx, key, []byte("of "+key), 0)
+		if err != nil || r == 0 {
+			t.Fatalf("Put %s with a lease: %v", key, err)
+		}
+		return r
+	}
+	news, err := h.Watch(ctx, "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	neighbor := h.put("neighbor", "stays", 0)
+	kept, _ := begin()
+	left, began := begin()
+	r := put(kept, "kept")
+	put(left, "left")
+	r = func() state.Revision { // as Home.Put does
+		if _, err := kept.Put(ctx, "kept", []byte("x"), r+1000); !errors.Is(err, state.ErrConflict) {
+			t.Errorf("Put with a wrong base: %v", err)
+		}
+		r, err := kept.Put(ctx, "kept", []byte("of kept"), r)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return r
+	}()
+	var gone time.Duration
+	for gone == 0 {
+		if err := kept.Renew(ctx); err != nil {
+			t.Fatal(err)
+		}
+		h.want("kept", "of kept", r)
+		switch v, err := h.Get(ctx, "left"); {
+		case err != nil:
+			t.Fatal(err)
+		case v.Data == nil:
+			gone = time.Since(began)
+		}
+		time.Sleep(100 * time.Millisecond)
+	}
+	if gone < left.TTL() || gone > left.TTL()+5*time.Second {
+		t.Errorf("a value with a lease of %v was gone after %v", left.TTL(), gone)
+	}
+	if err := left.Renew(ctx); !errors.Is(err, state.ErrLeaseEnded) {
+		t.Errorf("Renew after that: %v", err)
+	}
+	if _, err := left.Put(ctx, "other", []byte("x"), 0); !errors.Is(err, state.ErrLeaseEnded) {
+		t.Errorf("Put after that: %v", err)
+	}
+	if err := left.End(ctx); err != nil {
+		t.Errorf("End after that: %v", err)
+	}
+	if err := kept.End(ctx); err != nil {
+		t.Error(err)
+	}
+	h.want("kept", "", 0)
+	h.want("other", "", 0)
+	h.want("neighbor", "stays", neighbor)
+	for removed := map[string]bool{}; !removed["kept"] || !removed["left"]; {
+		select {
+		case v := <-news:
+			if v.Data == nil {
+				removed[v.Key] = true
+			}
+		case <-ctx.Done():
+			t.Fatalf("the watch tells of the removal of %v", removed)
+		}
+	}
+	if _, err := lessor.Lease(ctx, 0); err == nil {
+		t.Error("a lease of 0s is accepted")
+	}
+}
+
 // A home is one under test.
 type home struct {
 	*testing.T

@@ -97,6 +97,9 @@ func Endpoints(members []*Member) (urls []string) {
 // Endpoint returns the URL for clients.
 func (m *Member) Endpoint() string { return m.scheme + "://" + m.host + ":2379" }
 
+// PID returns the ID of the process.
+func (m *Member) PID() int { return m.cmd.Process.Pid }
+
 // Start starts a member that was killed, with its data.
 func (m *Member) Start() {
 	m.t.Helper()

@@ -1,0 +1,272 @@
+package owner
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/iser-target/iser-target/lun/state"
+)
+
+// A memory is a home that several gateways share, each through a link of its own. It runs on the fake clock of a bubble.
+type memory struct {
+	mu      sync.Mutex
+	random  *rand.Rand
+	values  map[string]kept
+	last    state.Revision
+	watches map[*memoryWatch]bool
+	leases  map[*memoryLease]bool
+}
+
+type kept struct {
+	state.Value
+	lease *memoryLease
+}
+
+type memoryWatch struct {
+	link   *link
+	prefix string
+	queue  []state.Value
+	wake   chan struct{}
+}
+
+func newMemory(seed uint64) *memory {
+	return &memory{random: rand.New(rand.NewPCG(seed, 0)), values: map[string]kept{}, watches: map[*memoryWatch]bool{}, leases: map[*memoryLease]bool{}}
+}
+
+// set stores or removes a value. m.mu is held.
+func (m *memory) set(key string, data []byte, l *memoryLease) state.Revision {
+	m.last++
+	v := state.Value{Key: key}
+	if data == nil {
+		delete(m.values, key)
+	} else {
+		v.Data, v.Revision = bytes.Clone(data), m.last
+		m.values[key] = kept{v, l}
+	}
+	for w := range m.watches {
+		if strings.HasPrefix(key, w.prefix) {
+			w.queue = append(w.queue, v)
+			w.notify()
+		}
+	}
+	return v.Revision
+}
+
+func (w *memoryWatch) notify() {
+	select {
+	case w.wake <- struct{}{}:
+	default:
+	}
+}
+
+// A link is the way of one gateway to the memory: slow, and cut at times.
+type link struct {
+	*memory
+	slowest time.Duration
+	// guarded by memory.mu:
+	isCut  bool
+	healed chan struct{} // closed while it is not cut
+}
+
+func (m *memory) link(slowest time.Duration) *link {
+	l := &link{memory: m, slowest: slowest, healed: make(chan struct{})}
+	close(l.healed)
+	return l
+}
+
+func (l *link) cut(cut bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	switch {
+	case cut && !l.isCut:
+		l.healed = make(chan struct{})
+	case !cut && l.isCut:
+		close(l.healed)
+		for w := range l.watches {
+			w.notify()
+		}
+	}
+	l.isCut = cut
+}
+
+// pass takes the time of one direction.
+func (l *link) pass(ctx context.Context) error {
+	l.mu.Lock()
+	d := time.Duration(l.random.Int64N(int64(l.slowest) + 1))
+	l.mu.Unlock()
+	pause(ctx, d)
+	l.mu.Lock()
+	healed := l.healed
+	l.mu.Unlock()
+	select {
+	case <-healed:
+	case <-ctx.Done():
+	}
+	if ctx.Err() != nil {
+		return fmt.Errorf("%w: %w", state.ErrUnreachable, context.Cause(ctx))
+	}
+	return nil
+}
+
+// call does f at the memory. begun says that it may have been done, if the answer is lost.
+func (l *link) call(ctx context.Context, f func() error) (begun bool, err error) {
+	ctx, cancel := context.WithTimeout(ctx, 2*time.Second)
+	defer cancel()
+	if err := l.pass(ctx); err != nil {
+		return false, err
+	}
+	l.mu.Lock()
+	err = f()
+	l.mu.Unlock()
+	if lost := l.pass(ctx); lost != nil {
+		return true, lost
+	}
+	return true, err
+}
+
+func (l *link) Get(ctx context.Context, key string) (v state.Value, err error) {
+	_, err = l.call(ctx, func() error { v = l.values[key].Value; return nil })
+	v.Key = key
+	return v, err
+}
+
+func (l *link) Put(ctx context.Context, key string, data []byte, base state.Revision) (state.Revision, error) {
+	return l.put(ctx, key, data, base, nil)
+}
+
+func (l *link) put(ctx context.Context, key string, data []byte, base state.Revision, lease *memoryLease) (r state.Revision, err error) {
+	begun, err := l.call(ctx, func() error {
+		if lease != nil && lease.ended {
+			return state.ErrLeaseEnded
+		}
+		if l.values[key].Revision != base {
+			return state.ErrConflict
+		}
+		r = l.set(key, data, lease)
+		return nil
+	})
+	if begun && errors.Is(err, state.ErrUnreachable) {
+		err = fmt.Errorf("%w: %w", err, state.ErrUnsure)
+	}
+	return r, err
+}
+
+func (l *link) List(ctx context.Context, prefix string) (list []state.Value, err error) {
+	_, err = l.call(ctx, func() error {
+		for _, key := range slices.Sorted(maps.Keys(l.values)) {
+			if strings.HasPrefix(key, prefix) {
+				list = append(list, l.values[key].Value)
+			}
+		}
+		return nil
+	})
+	return list, err
+}
+
+func (l *link) Watch(ctx context.Context, prefix string) (<-chan state.Value, error) {
+	w := &memoryWatch{link: l, prefix: prefix, wake: make(chan struct{}, 1)}
+	if _, err := l.call(ctx, func() error { l.watches[w] = true; return nil }); err != nil {
+		return nil, err
+	}
+	out := make(chan state.Value)
+	go func() {
+		defer close(out)
+		defer func() {
+			l.mu.Lock()
+			delete(l.watches, w)
+			l.mu.Unlock()
+		}()
+		for {
+			select {
+			case <-w.wake:
+			case <-ctx.Done():
+				return
+			}
+			for {
+				if l.pass(ctx) != nil {
+					return
+				}
+				l.mu.Lock()
+				if len(w.queue) == 0 {
+					l.mu.Unlock()
+					break
+				}
+				v := w.queue[0]
+				w.queue = w.queue[1:]
+				l.mu.Unlock()
+				select {
+				case out <- v:
+				case <-ctx.Done():
+					return
+				}
+			}
+		}
+	}()
+	return out, nil
+}
+
+func (l *link) Close() error { return nil }
+
+type memoryLease struct {
+	link  *link
+	ttl   time.Duration
+	timer *time.Timer
+	ended bool // guarded by memory.mu
+}
+
+func (l *link) Lease(ctx context.Context, ttl time.Duration) (state.Lease, error) {
+	lease := &memoryLease{link: l, ttl: ttl}
+	_, err := l.call(ctx, func() error {
+		l.leases[lease] = true
+		lease.timer = time.AfterFunc(ttl, func() {
+			l.mu.Lock()
+			defer l.mu.Unlock()
+			lease.expire()
+		})
+		return nil
+	})
+	return lease, err
+}
+
+// expire removes the values. memory.mu is held.
+func (le *memoryLease) expire() {
+	m := le.link.memory
+	le.ended = true
+	le.timer.Stop()
+	delete(m.leases, le)
+	for _, key := range slices.Sorted(maps.Keys(m.values)) {
+		if m.values[key].lease == le {
+			m.set(key, nil, nil)
+		}
+	}
+}
+
+func (le *memoryLease) TTL() time.Duration { return le.ttl }
+
+func (le *memoryLease) Renew(ctx context.Context) error {
+	_, err := le.link.call(ctx, func() error {
+		if le.ended {
+			return state.ErrLeaseEnded
+		}
+		le.timer.Reset(le.ttl)
+		return nil
+	})
+	return err
+}
+
+func (le *memoryLease) Put(ctx context.Context, key string, data []byte, base state.Revision) (state.Revision, error) {
+	return le.link.put(ctx, key, data, base, le)
+}
+
+func (le *memoryLease) End(ctx context.Context) error {
+	_, err := le.link.call(ctx, func() error { le.expire(); return nil })
+	return err
+}

@@ -1,0 +1,886 @@
+// Package owner decides which of several gateways serves a LUN: at each moment at most one.
+//
+// Gateways agree in a state.Lessor, which all of them share. Each has a lease there, and with it these values:
+//
+//   - gateways/NAME: that it is there;
+//   - owners/LUN: that it is the owner. Who puts this value first is.
+//
+// A value without a lease, stores/LUN, says how the store of the LUN was opened last, by whomever.
+//
+// An owner first makes sure that no earlier one can change the LUN any more (Medium.Fence), notes in stores/LUN that it opens the store,
+// opens it, notes how, and then serves. It stops by itself, by its own clock, before its lease can have ended for others. So two things keep an old owner
+// from harm, and either is enough: that it answers nothing any more, and that the store does not listen to it.
+//
+// Which gateway should have a LUN follows from the names of both (see weight), unless preferred/LUN names one. The others claim a
+// LUN without owner only if that one does not.
+package owner
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/iser-target/iser-target/lun/state"
+)
+
+// A Medium is what the LUNs are on. Its methods end with their context. They may be called for several LUNs at a time, but not for one.
+type Medium interface {
+	// Fence returns when the store of the LUN obeys no earlier opening any more. last is the address of the latest one, or "" if its
+	// owner did not come so far to note that. It is not called if the latest owner has closed the store.
+	Fence(ctx context.Context, lun, last string) error
+	// Open opens the store. The address is what Fence of a later owner gets.
+	Open(ctx context.Context, lun string) (address string, err error)
+	// Close waits for the commands in progress and closes the store, to which nothing gets any more then, even if it fails. Without an
+	// error all that was answered is on it.
+	Close(ctx context.Context, lun string) error
+}
+
+// Options of a Gateway. The zero value of a time is its default.
+type Options struct {
+	Name   string // no other gateway has it
+	Home   state.Lessor
+	LUNs   []string // all that the group has, by their NAA for example; what a gateway cannot open it leaves to others
+	Medium Medium
+
+	// TTL is that of the lease: when it has been silent for so long, others take over. Default 5 s.
+	TTL time.Duration
+	// Margin is how long before that the gateway stops to answer. It has to cover how much faster than the others its clock may run,
+	// and the time from the last look at the gate until an answer is sent. Default: a fifth of TTL.
+	Margin time.Duration
+	// Step is how long a gateway waits for each other one that should have a LUN rather. Default 200 ms.
+	Step time.Duration
+	// Failback is how long another gateway has to be there that should have a LUN rather, until it gets it. Default 30 s. Negative: never.
+	Failback time.Duration
+
+	// Changed is called when the gateway begins or stops to serve a LUN, with the reason of a failure, if there was one. It must not wait.
+	Changed func(lun string, serves bool, reason error)
+}
+
+const (
+	defaultTTL      = 5 * time.Second
+	defaultStep     = 200 * time.Millisecond
+	defaultFailback = 30 * time.Second
+	renewals        = 5 // per TTL
+	// retry is the pause after a failure that concerns one LUN or the home.
+	retry = 500 * time.Millisecond
+	// maxBold is how many LUNs a gateway claims at a time that another one should have rather.
+	maxBold = 4
+	// maxMoves is how many LUNs a gateway gives back at a time to those that should have them, so that none waits for the others.
+	maxMoves = 4
+	// unableFor is how long a gateway leaves a LUN to others that it could not open.
+	unableFor = 5 * time.Minute
+)
+
+// Prefixes of keys.
+const (
+	gatewayKey   = "gateways/"
+	ownerKey     = "owners/"
+	storeKey     = "stores/"
+	preferredKey = "preferred/"
+)
+
+// A member is the value of a gateway.
+type member struct {
+	Draining bool     `json:"draining,omitempty"` // it wants no LUN
+	Unable   []string `json:"unable,omitempty"`   // LUNs that it could not open
+
+	hash uint64 // of its name
+}
+
+// wants reports whether the gateway wants the LUN.
+func (m *member) wants(lun string) bool { return !m.Draining && !slices.Contains(m.Unable, lun) }
+
+// An opening is the value of an owner and of a store.
+type opening struct {
+	Gateway string `json:"gateway"`
+	Address string `json:"address,omitempty"` // of a store
+}
+
+// A Gateway is a member of a group that shares LUNs.
+type Gateway struct {
+	o      Options
+	hash   uint64          // of its name
+	ctx    context.Context // ends with Close
+	cancel context.CancelFunc
+	done   sync.WaitGroup
+	bold   chan struct{} // has room for maxBold
+	moves  chan struct{} // has room for maxMoves
+
+	mu        sync.Mutex // guards the fields below
+	term      *term      // nil: without a lease
+	draining  bool
+	members   map[string]member
+	preferred map[string]string
+	known     map[string]state.Revision // of all values
+	listed    bool                      // known has what there was at the start
+	units     map[string]*Unit
+	changed   chan struct{}       // closed when the fields above have changed, and while the gateway gives LUNs back also when units have
+	err       error               // why the gateway has no lease
+	claims    map[*Unit]time.Time // when claims were sent that are not answered
+	slow      time.Time           // when a claim was answered after more than Step
+}
+
+// A term is the time of one lease.
+type term struct {
+	lease state.Lease
+	gate  gate
+	ctx   context.Context // ends with the lease
+	end   context.CancelFunc
+
+	presenting chan struct{}  // has room for one: who changes the value of the gateway
+	revision   state.Revision // of that value, for whom is in presenting
+}
+
+// A mediumError is one of Medium.
+type mediumError struct{ error }
+
+func (e *mediumError) Unwrap() error { return e.error }
+
+// A Unit is a LUN that a gateway can serve.
+type Unit struct {
+	g    *Gateway
+	name string
+	hash uint64        // of name
+	wake chan struct{} // has room for one: owner has changed
+
+	// The gate of the term: of admits from the moment when the store is open until it has to be closed, of answers until it is closed.
+	admits, answers atomic.Pointer[gate]
+
+	// guarded by g.mu:
+	owner  opening   // no Gateway: none
+	since  time.Time // when owner changed
+	busy   bool      // it is claimed, served or given back
+	moves  bool      // it has a place in g.moves
+	unable time.Time // until when this gateway leaves it to others; zero: it does not
+	failed int       // openings in succession that have failed
+}
+
+// Admits reports whether a command may begin.
+func (u *Unit) Admits() bool { return u.admits.Load().isOpen() }
+
+// MayAnswer reports whether a command that was admitted may be answered as the store has answered it. Otherwise another gateway may have
+// the LUN already.
+func (u *Unit) MayAnswer() bool { return u.answers.Load().isOpen() }
+
+// Join makes a gateway known to the others. It returns at once: while the home does not answer, the gateway serves nothing.
+func Join(o Options) (*Gateway, error) {
+	for d, value := range map[*time.Duration]time.Duration{&o.TTL: defaultTTL, &o.Step: defaultStep, &o.Failback: defaultFailback} {
+		if *d == 0 {
+			*d = value
+		}
+	}
+	if o.Margin == 0 {
+		o.Margin = o.TTL / 5
+	}
+	switch {
+	case o.Name == "" || strings.Contains(o.Name, "/"):
+		return nil, fmt.Errorf("%q is not a name of a gateway", o.Name)
+	case o.TTL < time.Second:
+		return nil, fmt.Errorf("gateway %s: a lease of %v: it has to be at least 1s", o.Name, o.TTL)
+	case o.Margin < 0 || o.Margin > o.TTL/2:
+		return nil, fmt.Errorf("gateway %s: a margin of %v: it can be 0s to %v, half of the lease", o.Name, o.Margin, o.TTL/2)
+	}
+	g := &Gateway{o: o, hash: hash(o.Name), members: map[string]member{}, preferred: map[string]string{}, known: map[string]state.Revision{},
+		units: map[string]*Unit{}, changed: make(chan struct{})}
+	g.bold, g.moves, g.claims = make(chan struct{}, maxBold), make(chan struct{}, maxMoves), map[*Unit]time.Time{}
+	g.ctx, g.cancel = context.WithCancel(context.Background())
+	for _, name := range o.LUNs {
+		if name == "" || g.units[name] != nil {
+			g.cancel()
+			return nil, fmt.Errorf("gateway %s: %q is not a name of a LUN, or it is there twice", o.Name, name)
+		}
+		g.units[name] = &Unit{g: g, name: name, hash: hash(name), wake: make(chan struct{}, 1)}
+	}
+	g.done.Go(g.follow)
+	g.done.Go(g.lead)
+	for _, u := range g.units {
+		g.done.Go(u.run)
+	}
+	return g, nil
+}
+
+// Unit returns the LUN, which is one of Options.LUNs.
+func (g *Gateway) Unit(lun string) *Unit { return g.units[lun] }
+
+// Owner returns the name of the gateway that owns a LUN, as far as this one knows, or "".
+func (g *Gateway) Owner(lun string) string {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.units[lun].owner.Gateway
+}
+
+// Gateways returns the names of the gateways that are there, and whether they are being drained.
+func (g *Gateway) Gateways() map[string]bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	list := map[string]bool{}
+	for name, m := range g.members {
+		list[name] = m.Draining
+	}
+	return list
+}
+
+// Err returns why the gateway has no lease, or nil.
+func (g *Gateway) Err() error {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.err
+}
+
+// Prefer makes the group give the LUN to a gateway whenever that is there; "": to the one that its name gives.
+func (g *Gateway) Prefer(ctx context.Context, lun, gateway string) error {
+	key := preferredKey + lun
+	for {
+		v, err := g.o.Home.Get(ctx, key)
+		if err != nil {
+			return err
+		}
+		var data []byte
+		if gateway != "" {
+			data = []byte(gateway)
+		} else if v.Data == nil {
+			return nil
+		}
+		if _, err = g.o.Home.Put(ctx, key, data, v.Revision); !errors.Is(err, state.ErrConflict) {
+			return err
+		}
+	}
+}
+
+// Drain hands all LUNs over to the other gateways, and waits until this one owns none. If no other gateway can take a LUN, nobody serves it.
+func (g *Gateway) Drain(ctx context.Context) error {
+	g.mu.Lock()
+	g.draining = true
+	t := g.term
+	g.announce()
+	g.mu.Unlock()
+	if t != nil {
+		if err := g.present(ctx, t); err != nil {
+			return err
+		}
+	}
+	for {
+		g.mu.Lock()
+		n, changed := 0, g.changed
+		for _, u := range g.units {
+			if u.busy || u.owner.Gateway == g.o.Name {
+				n++
+			}
+		}
+		g.mu.Unlock()
+		if n == 0 {
+			return nil
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return fmt.Errorf("%d LUNs are not handed over: %w", n, context.Cause(ctx))
+		}
+	}
+}
+
+// Close closes all stores and leaves the group. It does not wait for other gateways, see Drain.
+func (g *Gateway) Close() {
+	g.cancel()
+	g.done.Wait()
+}
+
+// announce wakes those who wait for a change. g.mu is held.
+func (g *Gateway) announce() {
+	close(g.changed)
+	g.changed = make(chan struct{})
+	for _, u := range g.units {
+		if u.owner.Gateway == "" || u.owner.Gateway == g.o.Name || u.busy { // the others wait for their owners
+			u.signal()
+		}
+	}
+}
+
+// signal wakes the goroutine of u.
+func (u *Unit) signal() {
+	select {
+	case u.wake <- struct{}{}:
+	default:
+	}
+}
+
+// pause waits, and reports false if ctx ends first.
+func pause(ctx context.Context, d time.Duration) bool {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}
+
+// lead keeps a lease for the gateway.
+func (g *Gateway) lead() {
+	for g.ctx.Err() == nil {
+		err := g.serveTerm()
+		g.mu.Lock()
+		g.err = err
+		g.mu.Unlock()
+		pause(g.ctx, retry)
+	}
+}
+
+// serveTerm begins a lease and renews it until it has ended.
+func (g *Gateway) serveTerm() error {
+	began := time.Now()
+	lease, err := g.o.Home.Lease(g.ctx, g.o.TTL)
+	if err != nil {
+		return err
+	}
+	t := &term{lease: lease, presenting: make(chan struct{}, 1)}
+	t.ctx, t.end = context.WithCancel(g.ctx)
+	t.gate.extend(began, lease.TTL()-g.o.Margin)
+	defer func() {
+		t.end()
+		g.mu.Lock()
+		g.term = nil
+		g.announce()
+		g.mu.Unlock()
+		ctx, cancel := context.WithTimeout(context.Background(), g.o.TTL)
+		defer cancel()
+		g.closed(ctx)
+		_ = lease.End(ctx) // else it ends by itself
+	}()
+	if err := g.present(g.ctx, t); err != nil {
+		if errors.Is(err, state.ErrConflict) {
+			err = fmt.Errorf("another gateway is called %s, or this one was there less than %v ago", g.o.Name, lease.TTL())
+		}
+		return err
+	}
+	g.mu.Lock()
+	g.term, g.err = t, nil
+	g.announce()
+	g.mu.Unlock()
+	for pause(g.ctx, lease.TTL()/renewals) {
+		began := time.Now()
+		ctx, cancel := context.WithTimeout(g.ctx, lease.TTL()/2)
+		err := lease.Renew(ctx)
+		cancel()
+		switch {
+		case err == nil:
+			t.gate.extend(began, lease.TTL()-g.o.Margin)
+			g.mu.Lock()
+			g.err = nil
+			g.mu.Unlock()
+		case errors.Is(err, state.ErrLeaseEnded):
+			t.gate.extend(began, 0)
+			return err
+		default: // the gate tells whether that is too long
+			g.mu.Lock()
+			g.err = err
+			g.mu.Unlock()
+		}
+	}
+	return nil
+}
+
+// closed waits until all stores are closed, or ctx ends.
+func (g *Gateway) closed(ctx context.Context) {
+	for {
+		g.mu.Lock()
+		n, changed := 0, g.changed
+		for _, u := range g.units {
+			if u.busy {
+				n++
+			}
+		}
+		g.mu.Unlock()
+		if n == 0 {
+			return
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// present puts the value of the gateway.
+func (g *Gateway) present(ctx context.Context, t *term) error {
+	select {
+	case t.presenting <- struct{}{}:
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+	defer func() { <-t.presenting }()
+	for {
+		g.mu.Lock()
+		m := member{Draining: g.draining}
+		for _, u := range g.units {
+			if !u.unable.IsZero() {
+				m.Unable = append(m.Unable, u.name)
+			}
+		}
+		g.mu.Unlock()
+		slices.Sort(m.Unable)
+		data, err := json.Marshal(m)
+		if err != nil {
+			return err
+		}
+		r, err := t.lease.Put(ctx, gatewayKey+g.o.Name, data, t.revision)
+		if err == nil {
+			t.revision = r
+		}
+		if !errors.Is(err, state.ErrConflict) || t.revision == 0 {
+			return err
+		}
+		// The value stays as long as the lease, and nobody else changes it: an earlier Put came through that seemed to fail.
+		v, err := g.o.Home.Get(ctx, gatewayKey+g.o.Name)
+		if err != nil {
+			return err
+		}
+		t.revision = v.Revision
+	}
+}
+
+// follow learns what the gateways have put, and what they put from now on.
+func (g *Gateway) follow() {
+	for g.ctx.Err() == nil {
+		g.watch()
+		pause(g.ctx, retry)
+	}
+}
+
+func (g *Gateway) watch() {
+	ctx, cancel := context.WithCancel(g.ctx)
+	defer cancel()
+	prefixes := []string{gatewayKey, ownerKey, preferredKey}
+	news := make(chan state.Value)
+	for _, prefix := range prefixes {
+		c, err := g.o.Home.Watch(ctx, prefix)
+		if err != nil {
+			return
+		}
+		go func() {
+			defer cancel()
+			for v := range c {
+				select {
+				case news <- v:
+				case <-ctx.Done():
+				}
+			}
+		}()
+	}
+	seen := map[string]bool{}
+	for _, prefix := range prefixes {
+		list, err := g.o.Home.List(ctx, prefix)
+		if err != nil {
+			return
+		}
+		for _, v := range list {
+			seen[v.Key] = true
+			g.learn(v)
+		}
+	}
+	g.mu.Lock()
+	var gone []string
+	for key := range g.known {
+		if !seen[key] {
+			gone = append(gone, key)
+		}
+	}
+	g.mu.Unlock()
+	for _, key := range gone {
+		g.learn(state.Value{Key: key})
+	}
+	g.mu.Lock()
+	g.listed = true
+	for _, u := range g.units {
+		if u.since.IsZero() {
+			u.since = time.Now()
+		}
+	}
+	g.announce()
+	g.mu.Unlock()
+	for {
+		select {
+		case v := <-news:
+			g.learn(v)
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// learn takes a value. One that cannot be read counts as one of a gateway without name, which nobody is.
+func (g *Gateway) learn(v state.Value) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if v.Data != nil && v.Revision <= g.known[v.Key] {
+		return
+	}
+	if v.Data == nil {
+		delete(g.known, v.Key)
+	} else {
+		g.known[v.Key] = v.Revision
+	}
+	if name, ok := strings.CutPrefix(v.Key, gatewayKey); ok {
+		var m member
+		if v.Data == nil || json.Unmarshal(v.Data, &m) != nil {
+			delete(g.members, name)
+		} else {
+			m.hash = hash(name)
+			g.members[name] = m
+		}
+		g.announce()
+	} else if name, ok := strings.CutPrefix(v.Key, preferredKey); ok {
+		if v.Data == nil {
+			delete(g.preferred, name)
+		} else {
+			g.preferred[name] = string(v.Data)
+		}
+		g.announce()
+	} else if name, ok := strings.CutPrefix(v.Key, ownerKey); ok && g.units[name] != nil {
+		o := opening{}
+		if v.Data != nil && (json.Unmarshal(v.Data, &o) != nil || o.Gateway == "") {
+			o.Gateway = "?"
+		}
+		g.units[name].learn(o)
+	}
+}
+
+// learn notes who owns u. g.mu is held.
+func (u *Unit) learn(o opening) {
+	u.owner, u.since = o, time.Now()
+	if u.g.draining {
+		u.g.announce()
+	}
+	u.signal()
+}
+
+// rank returns how many gateways should have u rather than this one. g.mu is held.
+func (u *Unit) rank() (n int) {
+	g := u.g
+	preferred := g.preferred[u.name]
+	own := weight(g.hash, u.hash)
+	for name, m := range g.members {
+		switch {
+		case name == g.o.Name || !m.wants(u.name):
+		case !u.unable.IsZero() || name == preferred:
+			n++
+		case g.o.Name == preferred:
+		default:
+			if w := weight(m.hash, u.hash); w > own || w == own && name < g.o.Name {
+				n++
+			}
+		}
+	}
+	return n
+}
+
+// run serves the LUN whenever it falls to this gateway.
+func (u *Unit) run() {
+	for {
+		t, bold := u.await()
+		if t == nil {
+			return
+		}
+		err := u.serve(t, bold)
+		g := u.g
+		g.mu.Lock()
+		if u.moves {
+			<-g.moves
+		}
+		u.busy, u.moves = false, false
+		failed := u.failed
+		if g.draining || g.term == nil {
+			g.announce()
+		}
+		g.mu.Unlock()
+		if err != nil && t.ctx.Err() == nil {
+			u.report(false, err)
+			pause(g.ctx, retry<<min(failed, 4))
+		}
+	}
+}
+
+func (u *Unit) report(serves bool, reason error) {
+	if f := u.g.o.Changed; f != nil {
+		f(u.name, serves, reason)
+	}
+}
+
+// isSlow reports whether claims take longer than Step at present. g.mu is held.
+func (g *Gateway) isSlow() bool {
+	if time.Since(g.slow) < 5*g.o.Step {
+		return true
+	}
+	for _, sent := range g.claims {
+		if time.Since(sent) > g.o.Step {
+			return true
+		}
+	}
+	return false
+}
+
+// claim puts the value of the owner.
+func (u *Unit) claim(t *term, bold bool) (state.Revision, error) {
+	g := u.g
+	me, err := json.Marshal(opening{Gateway: g.o.Name})
+	if err != nil {
+		return 0, err
+	}
+	g.mu.Lock()
+	sent := time.Now()
+	g.claims[u] = sent
+	g.mu.Unlock()
+	revision, err := t.lease.Put(t.ctx, ownerKey+u.name, me, 0)
+	if bold {
+		<-g.bold
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	delete(g.claims, u)
+	if now := time.Now(); now.Sub(sent) > g.o.Step {
+		g.slow = now
+	}
+	if err == nil && g.known[ownerKey+u.name] < revision {
+		g.known[ownerKey+u.name] = revision
+		u.owner, u.since = opening{Gateway: g.o.Name}, time.Now()
+	}
+	return revision, err
+}
+
+// await waits until u has no owner and this gateway is the one to claim it; bold: because better ones have not. It returns nil after Close.
+func (u *Unit) await() (t *term, bold bool) {
+	g := u.g
+	for {
+		g.mu.Lock()
+		t := g.term
+		claim, bold, recovered, wait := false, false, false, time.Duration(-1)
+		switch {
+		case t == nil || !g.listed || g.draining:
+		case u.owner.Gateway == "":
+			rank := time.Duration(u.rank())
+			wait = max(time.Until(u.since.Add(rank*g.o.Step)), 0)
+			claim = wait == 0
+			if claim && rank > 0 {
+				select {
+				case g.bold <- struct{}{}:
+					bold = true
+				default:
+					claim = false
+				}
+				if claim && g.isSlow() { // the better ones may be on their way, and more claims make it worse
+					<-g.bold
+					claim, bold = false, false
+				}
+				if !claim {
+					wait = rank * g.o.Step
+				}
+			}
+			u.busy = claim
+		case !u.unable.IsZero():
+			if wait = max(time.Until(u.unable), 0); wait == 0 {
+				u.unable, recovered, wait = time.Time{}, true, -1
+			}
+		}
+		g.mu.Unlock()
+		if claim {
+			return t, bold
+		}
+		if recovered {
+			_ = g.present(t.ctx, t)
+		}
+		if !u.sleep(g.ctx, wait) {
+			return nil, false
+		}
+	}
+}
+
+// sleep waits for a change, for d unless that is negative, and until ctx ends. Then it returns false.
+func (u *Unit) sleep(ctx context.Context, d time.Duration) bool {
+	var late <-chan time.Time
+	if d >= 0 {
+		timer := time.NewTimer(d)
+		defer timer.Stop()
+		late = timer.C
+	}
+	select {
+	case <-u.wake:
+	case <-late:
+	case <-ctx.Done():
+		return false
+	}
+	return true
+}
+
+// serve claims u and serves it until that has to end. It fails if it could not begin.
+func (u *Unit) serve(t *term, bold bool) error {
+	g := u.g
+	revision, err := u.claim(t, bold)
+	if errors.Is(err, state.ErrConflict) {
+		pause(t.ctx, g.o.Step) // until the watch tells whose it is
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	noted, err := u.open(t)
+	u.able(t, err)
+	if err == nil {
+		u.answers.Store(&t.gate)
+		u.admits.Store(&t.gate)
+		u.report(true, nil)
+		lost := u.hold(t, revision)
+		u.admits.Store(nil)
+		if lost {
+			u.answers.Store(nil)
+		}
+		err := u.close(noted)
+		u.answers.Store(nil)
+		u.report(false, err)
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), g.o.TTL)
+	defer cancel()
+	// Without success, the value goes with the lease.
+	_, e := t.lease.Put(ctx, ownerKey+u.name, nil, revision)
+	if e != nil && !errors.Is(e, state.ErrConflict) && !errors.Is(e, state.ErrLeaseEnded) {
+		err = errors.Join(err, e)
+	}
+	return err
+}
+
+// able notes whether this gateway could open u, and tells the others if that has changed.
+func (u *Unit) able(t *term, err error) {
+	g := u.g
+	_, ofMedium := errors.AsType[*mediumError](err)
+	if t.ctx.Err() != nil || err != nil && !ofMedium {
+		return
+	}
+	g.mu.Lock()
+	was := u.unable.IsZero()
+	u.failed++
+	if u.unable = time.Now().Add(unableFor); err == nil {
+		u.unable, u.failed = time.Time{}, 0
+	}
+	changed := was != u.unable.IsZero()
+	g.mu.Unlock()
+	if changed {
+		_ = g.present(t.ctx, t) // the others then give u back, and learn it the next time
+	}
+}
+
+// open fences earlier owners, opens the store and notes that. It returns the revision of the note.
+func (u *Unit) open(t *term) (noted state.Revision, err error) {
+	g := u.g
+	v, err := g.o.Home.Get(t.ctx, storeKey+u.name)
+	if err != nil {
+		return 0, err
+	}
+	if v.Data != nil {
+		var last opening
+		if err := json.Unmarshal(v.Data, &last); err != nil {
+			return 0, fmt.Errorf("%s%s: %w", storeKey, u.name, err)
+		}
+		if err := g.o.Medium.Fence(t.ctx, u.name, last.Address); err != nil {
+			return 0, &mediumError{fmt.Errorf("fencing %s: %w", last.Gateway, err)}
+		}
+	}
+	// Not sooner, or nobody could fence the last owner if this one ended here. An owner that was late has a conflict from now on.
+	if noted, err = u.note(t.ctx, "", v.Revision); err != nil {
+		return 0, err
+	}
+	address, err := g.o.Medium.Open(t.ctx, u.name)
+	if err != nil {
+		return 0, &mediumError{err}
+	}
+	noted, err = u.note(t.ctx, address, noted)
+	if err == nil && t.ctx.Err() != nil {
+		err = context.Cause(t.ctx)
+	}
+	if err != nil {
+		ctx, cancel := context.WithTimeout(context.Background(), g.o.TTL)
+		defer cancel()
+		return 0, errors.Join(err, g.o.Medium.Close(ctx, u.name))
+	}
+	return noted, nil
+}
+
+// note puts the value of the store.
+func (u *Unit) note(ctx context.Context, address string, base state.Revision) (state.Revision, error) {
+	data, err := json.Marshal(opening{u.g.o.Name, address})
+	if err != nil {
+		return 0, err
+	}
+	return u.g.o.Home.Put(ctx, storeKey+u.name, data, base)
+}
+
+// hold waits until u must not, or should not, be served any more. It returns true if another gateway may be the owner.
+func (u *Unit) hold(t *term, revision state.Revision) (lost bool) {
+	g := u.g
+	var better time.Time // since when another gateway should have u rather
+	for {
+		g.mu.Lock()
+		doubt := u.owner.Gateway != g.o.Name || g.known[ownerKey+u.name] != revision
+		away, wait := g.draining, time.Duration(-1)
+		switch {
+		case g.o.Failback < 0 || u.rank() == 0:
+			better = time.Time{}
+		default:
+			if better.IsZero() {
+				better = time.Now()
+			}
+			if wait = max(time.Until(better.Add(g.o.Failback)), 0); wait > 0 || away {
+				break
+			}
+			select {
+			case g.moves <- struct{}{}:
+				u.moves, away = true, true
+			default:
+				wait = g.o.Step
+			}
+		}
+		g.mu.Unlock()
+		if away {
+			return false
+		}
+		if doubt {
+			v, err := g.o.Home.Get(t.ctx, ownerKey+u.name)
+			switch {
+			case err != nil: // the gate limits how long that can take
+				wait = retry
+			case v.Revision != revision:
+				return true
+			default: // a removal was late that came before
+				g.mu.Lock()
+				g.known[v.Key] = revision
+				u.owner = opening{Gateway: g.o.Name}
+				g.mu.Unlock()
+				continue
+			}
+		}
+		if !u.sleep(t.ctx, wait) {
+			return g.ctx.Err() == nil
+		}
+	}
+}
+
+// close closes the store. If all is on it, the next owner need not fence.
+func (u *Unit) close(noted state.Revision) error {
+	g := u.g
+	ctx, cancel := context.WithTimeout(context.Background(), g.o.TTL)
+	defer cancel()
+	if err := g.o.Medium.Close(ctx, u.name); err != nil {
+		return err
+	}
+	// There is a conflict if another gateway is the owner by now.
+	if _, err := g.o.Home.Put(ctx, storeKey+u.name, nil, noted); err != nil && !errors.Is(err, state.ErrConflict) {
+		return err
+	}
+	return nil
+}

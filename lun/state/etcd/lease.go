@@ -1,0 +1,81 @@
+package etcd
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"github.com/iser-target/iser-target/lun/state"
+)
+
+// A lease is a state.Lease in etcd, which a new leader of etcd begins anew, so that it never ends early.
+type lease struct {
+	home *Home
+	id   clientv3.LeaseID
+	ttl  time.Duration
+}
+
+// Lease implements state.Lessor. etcd counts whole seconds, and has a least TTL of its own, 2 s with its defaults.
+func (h *Home) Lease(ctx context.Context, ttl time.Duration) (state.Lease, error) {
+	if ttl < time.Second || ttl > fenceTTL {
+		return nil, fmt.Errorf("a lease of %v: it can be 1s to %v", ttl, fenceTTL)
+	}
+	ctx, done, err := h.begin(ctx, true)
+	if err != nil {
+		return nil, err
+	}
+	defer done()
+	grant, err := h.client.Grant(ctx, int64((ttl+time.Second-1)/time.Second))
+	if err != nil {
+		return nil, h.explain(ctx, err)
+	}
+	return &lease{h, grant.ID, time.Duration(grant.TTL) * time.Second}, nil
+}
+
+// TTL implements state.Lease.
+func (l *lease) TTL() time.Duration { return l.ttl }
+
+// Renew implements state.Lease.
+func (l *lease) Renew(ctx context.Context) error {
+	ctx, done, err := l.home.begin(ctx, true)
+	if err != nil {
+		return err
+	}
+	defer done()
+	_, err = l.home.client.KeepAliveOnce(ctx, l.id)
+	return l.explain(ctx, err)
+}
+
+// Put implements state.Lease.
+func (l *lease) Put(ctx context.Context, key string, data []byte, base state.Revision) (state.Revision, error) {
+	return l.home.put(ctx, key, data, base, l.id)
+}
+
+// End implements state.Lease.
+func (l *lease) End(ctx context.Context) error {
+	ctx, done, err := l.home.begin(ctx, true)
+	if err != nil {
+		return err
+	}
+	defer done()
+	_, err = l.home.client.Revoke(ctx, l.id)
+	if err = l.explain(ctx, err); errors.Is(err, state.ErrLeaseEnded) {
+		return nil
+	}
+	return err
+}
+
+// explain returns the error of a call about l that failed with err, or nil if err is.
+func (l *lease) explain(ctx context.Context, err error) error {
+	switch {
+	case err == nil:
+		return nil
+	case errors.Is(err, rpctypes.ErrLeaseNotFound):
+		return fmt.Errorf("%s: %w", l.home.where, state.ErrLeaseEnded)
+	}
+	return l.home.explain(ctx, err)
+}

@@ -1,0 +1,30 @@
+package state
+
+import (
+	"context"
+	"errors"
+	"time"
+)
+
+// A Lessor is a Home that removes values when nobody cares for them any more.
+type Lessor interface {
+	Home
+	// Lease begins a lease. The home may make it longer than ttl, see Lease.TTL.
+	Lease(ctx context.Context, ttl time.Duration) (Lease, error)
+}
+
+// A Lease keeps values in a Home. When it was not renewed for its TTL, the home removes them, soon after that and never before. Its
+// methods are safe for concurrent use, and end like those of Home.
+type Lease interface {
+	// TTL returns how long the values are safe from the moment when Renew, or Lessor.Lease, was called.
+	TTL() time.Duration
+	// Renew fails with ErrLeaseEnded if the values are gone for good.
+	Renew(ctx context.Context) error
+	// Put does what Home.Put does. The value stays as long as the lease. Put fails with ErrLeaseEnded after that.
+	Put(ctx context.Context, key string, data []byte, base Revision) (Revision, error)
+	// End removes the values now.
+	End(ctx context.Context) error
+}
+
+// ErrLeaseEnded is in errors about a lease whose values the home has removed.
+var ErrLeaseEnded = errors.New("the lease has expired")
