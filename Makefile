@@ -25,6 +25,9 @@ REPORT_RUNTIME ?= 2s
 REPORT_TARGETS ?=
 FIGURES ?= all
 FIGURES_ROUNDS ?= 5
+SCALE_GATEWAYS ?= 4
+SCALE_LUNS ?= 80
+SCALE_KILLED ?= 1
 TUNING ?= all
 TUNING_ROUNDS ?= 7
 CONFORMANCE := ./tests/conformance
@@ -147,6 +150,10 @@ interop-long: ## the longest tests in the virtual machine
 .PHONY: cluster
 cluster: ## tests and measurements on small Ceph clusters, which they bring up; needs ceph-mon, ceph-osd and ceph-common
 	ISER_TARGET_CLUSTER=1 $(GO) test -v -count 1 -bench . -benchtime 1x -timeout $(TEST_TIMEOUT) ./tests/ceph
+
+.PHONY: scale
+scale: ## gateways that share LUNs, at an etcd of three members: SCALE_GATEWAYS with SCALE_LUNS, of which SCALE_KILLED die at once; needs etcd-server
+	$(GO) test -v -count 1 ./tests/scale -gateways $(SCALE_GATEWAYS) -luns $(SCALE_LUNS) -killed $(SCALE_KILLED)
 
 .PHONY: atomic
 atomic: ## WRITE ATOMIC on a device and on files in the virtual machine, with the newest kernel of Debian's backports (downloads 120 MB)

@@ -23,7 +23,7 @@ func (g *gate) extend(from time.Time, by time.Duration) {
 	g.wall.Store(end.UnixNano())
 }
 
-// isOpen is false for nil.
+// isOpen reports whether the gate is open. nil is not.
 func (g *gate) isOpen() bool {
 	if g == nil {
 		return false

@@ -7,15 +7,16 @@
 //
 // A value without a lease, stores/LUN, says how the store of the LUN was opened last, by whomever.
 //
-// An owner first makes sure that no earlier one can change the LUN any more (Medium.Fence), notes in stores/LUN that it opens the store,
+// An owner first makes sure that no earlier one can change the LUN any longer (Medium.Fence), notes in stores/LUN that it opens the store,
 // opens it, notes how, and then serves. It stops by itself, by its own clock, before its lease can have ended for others. So two things keep an old owner
-// from harm, and either is enough: that it answers nothing any more, and that the store does not listen to it.
+// from harm, and either is enough: that it answers nothing any longer, and that the store does not listen to it.
 //
 // Which gateway should have a LUN follows from the names of both (see weight), unless preferred/LUN names one. The others claim a
 // LUN without owner only if that one does not.
 package owner
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -31,12 +32,12 @@ import (
 
 // A Medium is what the LUNs are on. Its methods end with their context. They may be called for several LUNs at a time, but not for one.
 type Medium interface {
-	// Fence returns when the store of the LUN obeys no earlier opening any more. last is the address of the latest one, or "" if its
+	// Fence returns when the store of the LUN obeys no earlier opening any longer. last is the address of the latest one, or "" if its
 	// owner did not come so far to note that. It is not called if the latest owner has closed the store.
 	Fence(ctx context.Context, lun, last string) error
 	// Open opens the store. The address is what Fence of a later owner gets.
 	Open(ctx context.Context, lun string) (address string, err error)
-	// Close waits for the commands in progress and closes the store, to which nothing gets any more then, even if it fails. Without an
+	// Close waits for the commands in progress and closes the store, to which nothing gets then, even if it fails. Without an
 	// error all that was answered is on it.
 	Close(ctx context.Context, lun string) error
 }
@@ -69,6 +70,10 @@ const (
 	renewals        = 5 // per TTL
 	// retry is the pause after a failure that concerns one LUN or the home.
 	retry = 500 * time.Millisecond
+	// maxCalls is how many calls of the home are under way for LUNs of a gateway. Thousands at once would all come too late.
+	maxCalls = 16
+	// company is how long a gateway that is alone at its start waits for others, before it claims LUNs that they should have.
+	company = 2 * time.Second
 	// maxBold is how many LUNs a gateway claims at a time that another one should have rather.
 	maxBold = 4
 	// maxMoves is how many LUNs a gateway gives back at a time to those that should have them, so that none waits for the others.
@@ -87,14 +92,14 @@ const (
 
 // A member is the value of a gateway.
 type member struct {
-	Draining bool     `json:"draining,omitempty"` // it wants no LUN
+	Draining bool     `json:"draining,omitempty"` // it takes no LUN
 	Unable   []string `json:"unable,omitempty"`   // LUNs that it could not open
 
 	hash uint64 // of its name
 }
 
-// wants reports whether the gateway wants the LUN.
-func (m *member) wants(lun string) bool { return !m.Draining && !slices.Contains(m.Unable, lun) }
+// takes reports whether the gateway would take the LUN.
+func (m *member) takes(lun string) bool { return !m.Draining && !slices.Contains(m.Unable, lun) }
 
 // An opening is the value of an owner and of a store.
 type opening struct {
@@ -111,6 +116,7 @@ type Gateway struct {
 	done   sync.WaitGroup
 	bold   chan struct{} // has room for maxBold
 	moves  chan struct{} // has room for maxMoves
+	calls  chan struct{} // has room for maxCalls
 
 	mu        sync.Mutex // guards the fields below
 	term      *term      // nil: without a lease
@@ -188,6 +194,7 @@ func Join(o Options) (*Gateway, error) {
 	}
 	g := &Gateway{o: o, hash: hash(o.Name), members: map[string]member{}, preferred: map[string]string{}, known: map[string]state.Revision{},
 		units: map[string]*Unit{}, changed: make(chan struct{})}
+	g.calls = make(chan struct{}, maxCalls)
 	g.bold, g.moves, g.claims = make(chan struct{}, maxBold), make(chan struct{}, maxMoves), map[*Unit]time.Time{}
 	g.ctx, g.cancel = context.WithCancel(context.Background())
 	for _, name := range o.LUNs {
@@ -378,7 +385,7 @@ func (g *Gateway) serveTerm() error {
 		case errors.Is(err, state.ErrLeaseEnded):
 			t.gate.extend(began, 0)
 			return err
-		default: // the gate tells whether that is too long
+		default: // the gate closes if that is too long
 			g.mu.Lock()
 			g.err = err
 			g.mu.Unlock()
@@ -499,9 +506,13 @@ func (g *Gateway) watch() {
 	}
 	g.mu.Lock()
 	g.listed = true
+	since := time.Now()
+	if len(g.members) < 2 {
+		since = since.Add(company)
+	}
 	for _, u := range g.units {
 		if u.since.IsZero() {
-			u.since = time.Now()
+			u.since = since
 		}
 	}
 	g.announce()
@@ -569,7 +580,7 @@ func (u *Unit) rank() (n int) {
 	own := weight(g.hash, u.hash)
 	for name, m := range g.members {
 		switch {
-		case name == g.o.Name || !m.wants(u.name):
+		case name == g.o.Name || !m.takes(u.name):
 		case !u.unable.IsZero() || name == preferred:
 			n++
 		case g.o.Name == preferred:
@@ -614,6 +625,35 @@ func (u *Unit) report(serves bool, reason error) {
 	}
 }
 
+// call calls the home for a LUN, when it is its turn.
+func (g *Gateway) call(ctx context.Context, f func()) error {
+	select {
+	case g.calls <- struct{}{}:
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+	defer func() { <-g.calls }()
+	f()
+	return nil
+}
+
+// get calls Get of the home.
+func (g *Gateway) get(ctx context.Context, key string) (v state.Value, err error) {
+	late := g.call(ctx, func() { v, err = g.o.Home.Get(ctx, key) })
+	return v, cmp.Or(late, err)
+}
+
+// A putter is a home or a lease.
+type putter interface {
+	Put(ctx context.Context, key string, data []byte, base state.Revision) (state.Revision, error)
+}
+
+// put calls Put of p.
+func (g *Gateway) put(ctx context.Context, p putter, key string, data []byte, base state.Revision) (r state.Revision, err error) {
+	late := g.call(ctx, func() { r, err = p.Put(ctx, key, data, base) })
+	return r, cmp.Or(late, err)
+}
+
 // isSlow reports whether claims take longer than Step at present. g.mu is held.
 func (g *Gateway) isSlow() bool {
 	if time.Since(g.slow) < 5*g.o.Step {
@@ -638,7 +678,7 @@ func (u *Unit) claim(t *term, bold bool) (state.Revision, error) {
 	sent := time.Now()
 	g.claims[u] = sent
 	g.mu.Unlock()
-	revision, err := t.lease.Put(t.ctx, ownerKey+u.name, me, 0)
+	revision, err := g.put(t.ctx, t.lease, ownerKey+u.name, me, 0)
 	if bold {
 		<-g.bold
 	}
@@ -748,7 +788,7 @@ func (u *Unit) serve(t *term, bold bool) error {
 	ctx, cancel := context.WithTimeout(context.Background(), g.o.TTL)
 	defer cancel()
 	// Without success, the value goes with the lease.
-	_, e := t.lease.Put(ctx, ownerKey+u.name, nil, revision)
+	_, e := g.put(ctx, t.lease, ownerKey+u.name, nil, revision)
 	if e != nil && !errors.Is(e, state.ErrConflict) && !errors.Is(e, state.ErrLeaseEnded) {
 		err = errors.Join(err, e)
 	}
@@ -778,7 +818,7 @@ func (u *Unit) able(t *term, err error) {
 // open fences earlier owners, opens the store and notes that. It returns the revision of the note.
 func (u *Unit) open(t *term) (noted state.Revision, err error) {
 	g := u.g
-	v, err := g.o.Home.Get(t.ctx, storeKey+u.name)
+	v, err := g.get(t.ctx, storeKey+u.name)
 	if err != nil {
 		return 0, err
 	}
@@ -817,10 +857,10 @@ func (u *Unit) note(ctx context.Context, address string, base state.Revision) (s
 	if err != nil {
 		return 0, err
 	}
-	return u.g.o.Home.Put(ctx, storeKey+u.name, data, base)
+	return u.g.put(ctx, u.g.o.Home, storeKey+u.name, data, base)
 }
 
-// hold waits until u must not, or should not, be served any more. It returns true if another gateway may be the owner.
+// hold waits until u must not, or should not, be served any longer. It returns true if another gateway may be the owner.
 func (u *Unit) hold(t *term, revision state.Revision) (lost bool) {
 	g := u.g
 	var better time.Time // since when another gateway should have u rather
@@ -850,7 +890,7 @@ func (u *Unit) hold(t *term, revision state.Revision) (lost bool) {
 			return false
 		}
 		if doubt {
-			v, err := g.o.Home.Get(t.ctx, ownerKey+u.name)
+			v, err := g.get(t.ctx, ownerKey+u.name)
 			switch {
 			case err != nil: // the gate limits how long that can take
 				wait = retry
@@ -879,7 +919,7 @@ func (u *Unit) close(noted state.Revision) error {
 		return err
 	}
 	// There is a conflict if another gateway is the owner by now.
-	if _, err := g.o.Home.Put(ctx, storeKey+u.name, nil, noted); err != nil && !errors.Is(err, state.ErrConflict) {
+	if _, err := g.put(ctx, g.o.Home, storeKey+u.name, nil, noted); err != nil && !errors.Is(err, state.ErrConflict) {
 		return err
 	}
 	return nil

@@ -201,7 +201,7 @@ func (gr *group) end() {
 	}
 }
 
-// servers returns who may answer commands of a LUN.
+// servers returns the gateways that may answer commands of a LUN.
 func (gr *group) servers(lun string) (list []string) {
 	for _, n := range gr.nodes {
 		if u := n.g.Unit(lun); !n.dead && (u.MayAnswer() || u.Admits()) {
@@ -305,7 +305,7 @@ func bubble(t *testing.T, gateways, luns int, change func(*Options), test func(g
 	})
 }
 
-// The gateways agree on who has which LUN, from the start.
+// The gateways agree on the owner of each LUN, from the start.
 func TestSpread(t *testing.T) {
 	bubble(t, 3, 30, nil, func(gr *group) {
 		gr.settle(time.Minute, best("abc"))
@@ -456,7 +456,7 @@ func TestDrain(t *testing.T) {
 	})
 }
 
-// A LUN goes where the operator wants it, and back.
+// A LUN goes where the operator puts it, and back.
 func TestPrefer(t *testing.T) {
 	bubble(t, 3, 3, func(o *Options) { o.Failback = time.Second }, func(gr *group) {
 		gr.settle(time.Minute, best("abc"))

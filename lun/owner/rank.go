@@ -19,7 +19,7 @@ func mix(x uint64) uint64 {
 	return x ^ x>>33
 }
 
-// weight returns how much a gateway wants a LUN, by the hashes of their names: of all gateways, the one with the greatest weight should
+// weight returns how much a LUN belongs to a gateway, by the hashes of their names: of all gateways, the one with the greatest weight should
 // have it (rendezvous hashing; D. Thaler and C. Ravishankar, 1998). So all gateways agree without a word, each gets about the same
 // number of LUNs, and if one comes or goes, only its own LUNs move.
 func weight(gateway, lun uint64) uint64 { return mix(gateway ^ lun) }

@@ -6,7 +6,7 @@ import (
 	"time"
 )
 
-// A Lessor is a Home that removes values when nobody cares for them any more.
+// A Lessor is a Home that removes values when nobody renews their lease.
 type Lessor interface {
 	Home
 	// Lease begins a lease. The home may make it longer than ttl, see Lease.TTL.
@@ -18,7 +18,7 @@ type Lessor interface {
 type Lease interface {
 	// TTL returns how long the values are safe from the moment when Renew, or Lessor.Lease, was called.
 	TTL() time.Duration
-	// Renew fails with ErrLeaseEnded if the values are gone for good.
+	// Renew fails with ErrLeaseEnded if the values are permanently gone.
 	Renew(ctx context.Context) error
 	// Put does what Home.Put does. The value stays as long as the lease. Put fails with ErrLeaseEnded after that.
 	Put(ctx context.Context, key string, data []byte, base Revision) (Revision, error)

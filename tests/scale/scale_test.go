@@ -116,7 +116,10 @@ func (gr *group) served() map[string]*gateway {
 }
 
 // complete reports whether all LUNs are served.
-func (gr *group) complete() bool { return len(gr.served()) == len(gr.all) }
+func (gr *group) complete() bool {
+	time.Sleep(100 * time.Millisecond) // to look is much work
+	return len(gr.served()) == len(gr.all)
+}
 
 // writes returns how many values etcd stores per second.
 func (gr *group) writes() float64 {
@@ -220,7 +223,7 @@ func TestScale(t *testing.T) {
 	for i, g := range gr.list {
 		if i < *killed {
 			g.dead = true
-			g.home.Close() // as kill -9 does: it renews nothing any more
+			g.home.Close() // as kill -9 does: it renews nothing from now on
 			lost = append(lost, owned[g]...)
 			continue
 		}

@@ -310,7 +310,7 @@ func (h *Home) Put(ctx context.Context, key string, data []byte, base state.Revi
 	return h.put(ctx, key, data, base, clientv3.NoLease)
 }
 
-// put is Put of a value that stays as long as the lease.
+// put does what Put does, for a value that stays as long as the lease.
 func (h *Home) put(ctx context.Context, key string, data []byte, base state.Revision, lease clientv3.LeaseID) (state.Revision, error) {
 	if err := checkKey(key); err != nil {
 		return 0, err

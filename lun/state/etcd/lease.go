@@ -12,7 +12,7 @@ import (
 	"github.com/iser-target/iser-target/lun/state"
 )
 
-// A lease is a state.Lease in etcd, which a new leader of etcd begins anew, so that it never ends early.
+// A lease is a state.Lease in etcd, which a new leader of etcd restarts, so that it never ends early.
 type lease struct {
 	home *Home
 	id   clientv3.LeaseID
