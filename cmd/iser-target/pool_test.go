@@ -64,17 +64,21 @@ func newFakeLVM(t *testing.T, device string) *fakeLVM {
 	head := "#!/bin/sh\ncd " + f.in("lv") + "\necho \"${0##*/} $*\" >>../calls\n"
 	for name, script := range map[string]string{
 		"lvs": `printf '{"report":[{"lv":[{"lv_name":"thin","lv_attr":"twi-","lv_tags":"","data_percent":"91.00","metadata_percent":"1.00"}'
-for v in *; do [ -e "$v" ] && printf ',{"lv_name":"%s","lv_attr":"Vwi-","lv_tags":"%s","data_percent":"","metadata_percent":""}' "$v" "$(cat "$v")"; done
+for v in *; do [ -e "$v" ] && printf ',{"lv_name":"%s","origin":"%s","lv_attr":"Vwi-","lv_tags":"%s","lv_size":"1048576","lv_time":"2026-11-27 18:00:00 +0000","data_percent":"25","metadata_percent":""}' "$v" "$(cat ../origin.$v 2>/dev/null)" "$(cat "$v")"; done
 echo ']}]}'`,
 		"lvcreate": `[ "$1" = --test ] && exit 0
-while [ $# -gt 1 ]; do case $1 in --name) name=$2;; --addtag) tag=$2;; esac; shift; done
+[ -e ../fails ] && { echo '  Insufficient free space.' >&2; exit 5; }
+device=` + device + `
+while [ $# -gt 1 ]; do case $1 in --name) name=$2;; --addtag) tag=$2;; --snapshot) snapshot=1;; --setactivationskip) skip=$2;; esac; shift; done
 echo "$tag" >"$name"
-mkdir -p /dev/` + f.group + ` && ln -s ` + device + ` "/dev/` + f.group + `/$name"
+[ "$snapshot" ] && echo "${1#*/}" >"../origin.$name" && device=$(cat ../clones)
+[ "$skip" = y ] && exit 0
+mkdir -p /dev/` + f.group + ` && ln -s $device "/dev/` + f.group + `/$name"
 [ -e ../die ] && kill -9 $PPID
 [ -e ../slow ] && sleep 3
 exit 0`,
 		"lvremove": `[ -e ../busy ] && { echo '  Logical volume in use.' >&2; exit 5; }
-rm "${2#*/}" "/dev/$2"`,
+rm -f "${2#*/}" "../origin.${2#*/}" "/dev/$2"`,
 	} {
 		if err := os.WriteFile(f.in(name), []byte(head+script+"\n"), 0o700); err != nil {
 			t.Fatal(err)
@@ -105,6 +109,76 @@ func (f *fakeLVM) touch(t *testing.T, name string) {
 	t.Helper()
 	if err := os.WriteFile(f.in(name), nil, 0o600); err != nil {
 		t.Fatal(err)
+	}
+}
+
+// lun snapshot and lun clone of a LUN on a volume make and remove snapshots and volumes, and tell what they did. A LUN on a file next to it keeps its own way.
+func TestPoolSnapshots(t *testing.T) {
+	device, _ := backendtest.LoopDevice(t, make([]byte, 1<<20), 512, false)
+	other, _ := backendtest.LoopDevice(t, make([]byte, 1<<20), 512, false)
+	lvm := newFakeLVM(t, device)
+	if err := os.WriteFile(lvm.in("clones"), []byte(other+"\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	s := newStation(t)
+	s.ok(t, "lun", "create", storeName, "--pool", "lvm:"+lvm.group+"/thin", "--size", "1MiB")
+	first, snap := "/dev/"+lvm.group+"/store-lun1", lvm.group+"/store-lun1-snap-daily"
+
+	s.says(t, cli.ExitOK, "make snapshot daily of LUN 1 of "+storeName+": "+snap, "lun", "snapshot", "create", "1", "daily", "--dry-run")
+	s.says(t, cli.ExitNotFound, "has no snapshot daily", "lun", "clone", "1@daily")
+	if got := lvm.volumes(t); got != "store-lun1" {
+		t.Fatalf("volumes %s", got)
+	}
+	lvm.touch(t, "fails")
+	s.says(t, cli.ExitError, "lvcreate: Insufficient free space. Nothing was changed", "lun", "snapshot", "create", "1", "daily")
+	os.Remove(lvm.in("fails"))
+	s.says(t, cli.ExitOK, "snapshot daily of LUN 1 of "+storeName+": "+snap+", 1MiB", "lun", "snapshot", "create", "1", "daily")
+	s.says(t, cli.ExitError, snap+": it exists. Nothing was changed", "lun", "snapshot", "create", "1", "daily")
+	list := read[[]schema.Snapshot](t, s, "lun", "snapshot", "list")
+	if len(list) != 1 || list[0].LUN != 1 || list[0].Name != "daily" || list[0].Path != snap || list[0].Size != 1<<20 || list[0].Used != 1<<18 || list[0].Created.Unix() != 1795802400 {
+		t.Errorf("%+v", list)
+	}
+
+	s.says(t, cli.ExitOK, "note: makes volume /dev/"+lvm.group+"/test (1MiB)", "lun", "clone", "1@daily", "--volume", "test", "--dry-run")
+	s.says(t, cli.ExitOK, "note: made volume /dev/"+lvm.group+"/test", "lun", "clone", "1@daily", "--volume", "test", "--read-only")
+	l := read[schema.LUNState](t, s, "lun", "show", "2")
+	if l.State != schema.Ready || l.Backend != "block" || !l.ReadOnly || l.Size != 1<<20 {
+		t.Errorf("%+v", l)
+	}
+	calls, _ := os.ReadFile(lvm.in("calls"))
+	for _, want := range []string{"--name store-lun1-snap-daily " + lvm.group + "/store-lun1\n", "--name test " + snap + "\n"} {
+		if !strings.Contains(string(calls), want) {
+			t.Errorf("no call with %q in\n%s", want, calls)
+		}
+	}
+	s.says(t, cli.ExitError, "/dev/"+lvm.group+"/test exists: LUN 2 of "+storeName+" uses it", "lun", "clone", "1", "--volume", "test")
+	s.ok(t, "lun", "delete", "2", "--delete-volume")
+	// The target refuses a LUN that exists: the volume goes again.
+	s.says(t, cli.ExitError, "is LUN 1 already", "lun", "clone", "1", "--volume", "test", "--id", "1")
+	s.says(t, cli.ExitOK, "note: made volume /dev/"+lvm.group+"/store-lun2", "lun", "clone", "1")
+	s.ok(t, "lun", "delete", "2", "--delete-volume")
+
+	s.says(t, cli.ExitOK, "delete snapshot daily of LUN 1 of "+storeName+": "+snap, "lun", "snapshot", "delete", "1", "daily", "--dry-run")
+	lvm.touch(t, "busy")
+	s.says(t, cli.ExitError, "lvremove: Logical volume in use. Nothing was changed", "lun", "snapshot", "delete", "1", "daily")
+	os.Remove(lvm.in("busy"))
+	s.ok(t, "lun", "snapshot", "delete", "1", "daily")
+	s.says(t, cli.ExitNotFound, "has no snapshot daily", "lun", "snapshot", "delete", "1", "daily")
+	if got := lvm.volumes(t); got != "store-lun1" {
+		t.Errorf("volumes %s", got)
+	}
+	if list := read[[]schema.Snapshot](t, s, "lun", "snapshot", "list"); len(list) != 0 {
+		t.Errorf("%+v", list)
+	}
+
+	for want, args := range map[string][]string{
+		"LUN 1 is on a volume, and its clone will be, too": {"lun", "clone", "1", "--path", first + "x"},
+		"--path excludes --volume":                         {"lun", "clone", "1", "--path", first + "x", "--volume", "a"},
+		"--copy is for LUNs on files":                      {"lun", "clone", "1@daily", "--copy"},
+		"--volume is for LUNs on volumes":                  {"lun", "clone", "0", "--volume", "a"},
+		"--path is required":                               {"lun", "clone", "0"},
+	} {
+		s.says(t, cli.ExitUsage, want, args...)
 	}
 }
 

@@ -12,7 +12,7 @@ import (
 )
 
 // TestPool runs lun create --pool and lun delete --delete-volume with LVM and dm-thin of Linux: dry runs, a LUN that the target refuses,
-// a snapshot of LVM that another LUN serves, and a pool that becomes full. LUN 0, in memory, is the neighbor.
+// a snapshot of LVM that another LUN serves, lun snapshot and lun clone, and a pool that becomes full. LUN 0, in memory, is the neighbor.
 func TestPool(t *testing.T) {
 	need(t, "iscsid", "iscsiadm", "lvcreate", "thin_check", "losetup")
 	if err := vm.Missing(vm.Config{}); err != nil {
@@ -40,6 +40,9 @@ func TestPool(t *testing.T) {
 		"created: add LUN 1 of " + poolIQN + " (done)\n", "tag: iser-target:" + poolIQN + "/1/",
 		"again: 1: /dev/vg0/store-lun1 exists: LUN 1 of " + poolIQN + " uses it. Nothing was changed\n",
 		"snapshot has what was acknowledged, and nothing later\n",
+		"made: snapshot s1 of LUN 1 of " + poolIQN + ": vg0/store-lun1-snap-s1, 128MiB\n",
+		"listed: vg0/store-lun1-snap-s1\n", "clones: volumes: back now snap store-lun1 store-lun1-snap-s1 store-lun3 thin\n",
+		"cleaned: volumes: snap store-lun1 store-lun3 thin\n",
 		"full: Hardware Error, Write error\n",
 		"warning: pool lvm:vg0/thin is 100% full",
 		"neighbor works\n", "old data reads back\n",
@@ -121,6 +124,27 @@ until s=$(disk ` + poolIQN + ` 2); do sleep 0.1; done 2>/dev/null
 dd if=$s bs=1M count=8 iflag=direct status=none | cmp - /run/one
 dd if=$d bs=1M count=8 iflag=direct status=none | cmp - /run/two
 echo "snapshot has what was acknowledged, and nothing later"
+
+# The same by lun snapshot and lun clone. The writes are in the cache of the kernel when the snapshot is made.
+dd if=/run/one of=$d bs=1M oflag=direct status=none
+/run/iser-target lun snapshot create ` + poolIQN + ` 1 s1 | sed 's/^/made: /'
+dd if=/run/two of=$d bs=1M oflag=direct status=none
+clone() { /run/iser-target lun clone ` + poolIQN + ` "$@"; }
+clone 1@s1 --volume back --id 5 --dry-run
+clone 1@s1 --volume back --id 5
+clone 1 --volume now --id 6
+iscsiadm -m session --rescan
+until b=$(disk ` + poolIQN + ` 5) && w=$(disk ` + poolIQN + ` 6); do sleep 0.1; done 2>/dev/null
+dd if=$b bs=1M count=8 iflag=direct status=none | cmp - /run/one
+dd if=$w bs=1M count=8 iflag=direct status=none | cmp - /run/two
+dd if=/run/two of=$b bs=1M count=1 oflag=direct status=none
+echo "listed: $(echo $(/run/iser-target lun snapshot list -o jsonpath='[*].path'))"
+echo "clones: $(volumes)"
+echo 1 >/sys/block/${b#/dev/}/device/delete
+echo 1 >/sys/block/${w#/dev/}/device/delete
+for n5 in 5 6; do /run/iser-target lun delete ` + poolIQN + ` $n5 --delete-volume --disrupt; done
+/run/iser-target lun snapshot delete ` + poolIQN + ` 1 s1
+echo "cleaned: $(volumes)"
 
 # The kernel keeps what it was sent in its cache, so only a flush, or a LUN with write-through, meets the full
 # pool. Of a block device, the cache of the kernel reports EIO, whatever the error of the device was.

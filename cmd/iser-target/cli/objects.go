@@ -16,6 +16,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/iser-target/iser-target/cmd/iser-target/api/client"
+	"github.com/iser-target/iser-target/cmd/iser-target/pool"
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 )
@@ -501,7 +502,14 @@ the command removes the volume again.`,
 				return nil, err
 			}
 			if from != nil {
-				return c.createInPool(ctx, from, &in, c.args[0], l, o, func(l schema.LUN) (*schema.Plan, error) {
+				bytes, err := config.ParseSize(l.Size)
+				if err != nil {
+					return nil, usage(c.cmd, "--size: %v", err)
+				}
+				build := func(volume string, mark pool.Mark, dry bool) error {
+					return from.Create(ctx, volume, int64(bytes), mark, dry)
+				}
+				return c.createInPool(ctx, from, &in, c.args[0], l, o, build, func(l schema.LUN) (*schema.Plan, error) {
 					return c.makeLUN(ctx, l, o)
 				})
 			}

@@ -59,13 +59,9 @@ func (c *call) checkPool(f *poolFlags, l *schema.LUN) (pool.Pool, error) {
 }
 
 // createInPool makes a volume, and adds l, a LUN on it, to a target. It removes the volume if the target refuses the LUN.
-// add sends the request.
+// build makes the volume, or tries whether it could if dry, and add sends the request.
 func (c *call) createInPool(ctx context.Context, p pool.Pool, f *poolFlags, target string, l schema.LUN, o schema.Options,
-	add func(schema.LUN) (*schema.Plan, error)) (*schema.Plan, error) {
-	bytes, err := config.ParseSize(l.Size)
-	if err != nil {
-		return nil, usage(c.cmd, "--size: %v", err)
-	}
+	build func(volume string, mark pool.Mark, dry bool) error, add func(schema.LUN) (*schema.Plan, error)) (*schema.Plan, error) {
 	// The target checks all that does not require the device. It has the last word about the device itself.
 	dry := o
 	dry.DryRun = true
@@ -96,7 +92,7 @@ func (c *call) createInPool(ctx context.Context, p pool.Pool, f *poolFlags, targ
 		fmt.Fprintf(c.cmd.ErrOrStderr(), "iser-target: warning: pool %s is %.0f%% full. Writes fail when it is full: extend it in time\n", f.pool, state.Full)
 	}
 	mark := pool.NewMark(target, number)
-	if err := p.Create(ctx, volume, int64(bytes), mark, o.DryRun); err != nil {
+	if err := build(volume, mark, o.DryRun); err != nil {
 		if !o.DryRun {
 			err = takeBack(ctx, p, volume, mark, err)
 		}

@@ -242,3 +242,78 @@ func TestAppear(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// Snapshots of LVM are thin snapshots with a tag. Those of others are not listed.
+func TestSnapshotsLVM(t *testing.T) {
+	called := fake(t, map[string]string{"lvcreate": "", "lvremove": "", "lvs": `echo '{"report": [{"lv": [
+ {"lv_name":"v","origin":"","lv_tags":"","lv_size":"1048576","data_percent":"50.00","lv_time":"2026-11-27 18:00:00 +0100"},
+ {"lv_name":"v-snap-b","origin":"v","lv_tags":"x,iser-target-snapshot:b","lv_size":"1048576","data_percent":"50.00","lv_time":"2026-11-27 18:00:00 +0100"},
+ {"lv_name":"v-snap-a","origin":"v","lv_tags":"iser-target-snapshot:a","lv_size":"2097152","data_percent":"","lv_time":""},
+ {"lv_name":"w-snap-a","origin":"w","lv_tags":"iser-target-snapshot:a","lv_size":"2097152","data_percent":"","lv_time":""},
+ {"lv_name":"renamed","origin":"v","lv_tags":"iser-target-snapshot:c","lv_size":"1","data_percent":"","lv_time":""},
+ {"lv_name":"other","origin":"v","lv_tags":"","lv_size":"1","data_percent":"","lv_time":""}]}]}'`})
+	p := parse(t, "lvm:vg0/thin").(Snapshotter)
+	list, err := p.Snapshots(t.Context(), "v")
+	if err != nil || len(list) != 2 || list[0].Name != "a" || list[0].Size != 2<<20 || list[0].Used != 0 || !list[0].Created.IsZero() ||
+		list[1].Path != "vg0/v-snap-b" || list[1].Used != 1<<19 || list[1].Created.Unix() != 1795798800 {
+		t.Fatalf("%+v, %v", list, err)
+	}
+	mark := Mark{"iqn.2026-11.io.example:store", 3, "0011223344556677"}
+	for _, err := range []error{
+		p.MakeSnapshot(t.Context(), "v", "s", true), p.MakeSnapshot(t.Context(), "v", "s", false), p.RemoveSnapshot(t.Context(), "v", "s"),
+		p.Clone(t.Context(), "v", "s", "c", mark, false), p.Clone(t.Context(), "v", "", "c", mark, true),
+	} {
+		if err != nil {
+			t.Error(err)
+		}
+	}
+	made := "--yes --snapshot --permission r --setactivationskip y --addtag iser-target-snapshot:s --name v-snap-s vg0/v\n"
+	clone := "--yes --snapshot --permission rw --setactivationskip n --addtag " + mark.String() + " --name c vg0/v"
+	want := "lvcreate --test " + made + "lvcreate " + made + "lvremove --yes vg0/v-snap-s\nlvcreate " + clone + "-snap-s\nlvcreate --test " + clone + "\n"
+	if _, got, _ := strings.Cut(called(), "\n"); got != want {
+		t.Errorf("%s\nwant\n%s", got, want)
+	}
+	wantError(t, p.MakeSnapshot(t.Context(), strings.Repeat("v", 100), strings.Repeat("s", 64), false), "at most 127")
+}
+
+// Snapshots of ZFS have a property. A clone of a volume in use has a snapshot that goes with it.
+func TestSnapshotsZFS(t *testing.T) {
+	called := fake(t, map[string]string{"zfs": `case "$*" in
+*creation*) printf 'tank/v@b\t1048576\t4096\t1795798800\tb\ntank/v@a\t1048576\t0\t-\ta\ntank/v@auto\t1048576\t0\t1\t-\n';;
+*volume,snapshot*) printf 'tank/v\ntank/v@b\n';;
+esac`})
+	p := parse(t, "zfs:tank").(Snapshotter)
+	list, err := p.Snapshots(t.Context(), "v")
+	if err != nil || len(list) != 2 || list[0].Name != "a" || list[1].Path != "tank/v@b" || list[1].Used != 4096 || list[1].Created.Unix() != 1795798800 {
+		t.Fatalf("%+v, %v", list, err)
+	}
+	mark := Mark{"iqn.2026-11.io.example:store", 3, "0011223344556677"}
+	wantError(t, p.MakeSnapshot(t.Context(), "v", "b", true), "tank/v@b exists")
+	for _, err := range []error{
+		p.MakeSnapshot(t.Context(), "v", "s", true), p.MakeSnapshot(t.Context(), "v", "s", false), p.RemoveSnapshot(t.Context(), "v", "s"),
+		p.Clone(t.Context(), "v", "s", "c", mark, true), p.Clone(t.Context(), "v", "s", "c", mark, false), p.Clone(t.Context(), "v", "", "c", mark, false),
+	} {
+		if err != nil {
+			t.Error(err)
+		}
+	}
+	names := "zfs list -H -d 1 -t volume,snapshot -o name tank/v\n"
+	clone := "zfs clone -o iser-target:lun=" + mark.String() + " tank/v@"
+	want := names + names + "zfs snapshot -o iser-target:snapshot=s tank/v@s\nzfs destroy tank/v@s\n" + clone + "s tank/c\n" +
+		"zfs snapshot -o iser-target:snapshot=- tank/v@clone-0011223344556677\n" + clone + "clone-0011223344556677 tank/c\nzfs destroy -d tank/v@clone-0011223344556677\n"
+	if _, got, _ := strings.Cut(called(), "\n"); got != want {
+		t.Errorf("%s\nwant\n%s", got, want)
+	}
+}
+
+// Flush reaches a file, and says what it cannot open.
+func TestFlush(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "f")
+	wantError(t, Flush(t.Context(), path), "no such file")
+	if err := os.WriteFile(path, []byte("x"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := Flush(t.Context(), path); err != nil {
+		t.Error(err)
+	}
+}
