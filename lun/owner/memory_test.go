@@ -72,6 +72,7 @@ type link struct {
 	*memory
 	slowest time.Duration
 	// guarded by memory.mu:
+	lose   map[string]int // by key: the answer to which Put is lost, counting down
 	isCut  bool
 	healed chan struct{} // closed while it is not cut
 }
@@ -153,6 +154,13 @@ func (l *link) put(ctx context.Context, key string, data []byte, base state.Revi
 		r = l.set(key, data, lease)
 		return nil
 	})
+	l.mu.Lock()
+	if n := l.lose[key]; begun && err == nil && n > 0 {
+		if l.lose[key] = n - 1; n == 1 {
+			err = state.ErrUnreachable
+		}
+	}
+	l.mu.Unlock()
 	if begun && errors.Is(err, state.ErrUnreachable) {
 		err = fmt.Errorf("%w: %w", err, state.ErrUnsure)
 	}

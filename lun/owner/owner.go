@@ -702,8 +702,13 @@ func (u *Unit) await() (t *term, bold bool) {
 		g.mu.Lock()
 		t := g.term
 		claim, bold, recovered, wait := false, false, false, time.Duration(-1)
+		var orphan state.Revision
 		switch {
-		case t == nil || !g.listed || g.draining:
+		case t == nil || !g.listed:
+		case u.owner.Gateway == g.o.Name: // a claim that seemed to fail, or the end of one
+			orphan = g.known[ownerKey+u.name]
+			wait = retry
+		case g.draining:
 		case u.owner.Gateway == "":
 			rank := time.Duration(u.rank())
 			wait = max(time.Until(u.since.Add(rank*g.o.Step)), 0)
@@ -735,6 +740,9 @@ func (u *Unit) await() (t *term, bold bool) {
 		}
 		if recovered {
 			_ = g.present(t.ctx, t)
+		}
+		if orphan != 0 {
+			_, _ = g.put(t.ctx, t.lease, ownerKey+u.name, nil, orphan) // until it is gone, as the watch will tell
 		}
 		if !u.sleep(g.ctx, wait) {
 			return nil, false

@@ -355,6 +355,25 @@ func TestCutOff(t *testing.T) {
 	})
 }
 
+// A claim, or the end of one, that came through although it seemed to fail keeps no LUN from being served.
+func TestUnsure(t *testing.T) {
+	for _, lost := range []int{1, 2} { // the answer to the first or second change of each owner
+		bubble(t, 2, 4, func(o *Options) {
+			l := o.Home.(*link)
+			l.lose = map[string]int{}
+			for _, lun := range o.LUNs {
+				l.lose[ownerKey+lun] = lost
+			}
+		}, func(gr *group) {
+			gr.settle(time.Minute, best("ab"))
+			if err := gr.nodes[0].g.Drain(gr.Context()); err != nil {
+				gr.Fatal(err)
+			}
+			gr.settle(time.Minute, best("b"))
+		})
+	}
+}
+
 // An owner that dies between the opening of a store and the note of that is fenced all the same.
 func TestNotNoted(t *testing.T) {
 	bubble(t, 2, 1, nil, func(gr *group) {

@@ -227,9 +227,11 @@ func TestScale(t *testing.T) {
 			lost = append(lost, owned[g]...)
 			continue
 		}
+		gr.mu.Lock()
 		for _, lun := range owned[g] {
 			stay[lun] = gr.taken[lun]
 		}
+		gr.mu.Unlock()
 	}
 	testkit.Eventually(t, "all LUNs are served again", gr.complete)
 	median, longest := gr.since(began, lost)
