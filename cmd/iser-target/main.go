@@ -32,7 +32,12 @@ var version = ""
 
 func main() {
 	ownProcess = true
-	ctx := untilSignal()
+	ctx := context.Background()
+	if len(os.Args) > 1 && os.Args[1] == supervisorName {
+		signal.Notify(toPass, passed...)
+	} else {
+		ctx = untilSignal()
+	}
 	err := rootCommand(os.Stdout, os.Stderr).ExecuteContext(ctx)
 	os.Exit(cli.Report(os.Stderr, err))
 }

@@ -111,6 +111,7 @@ func TestNBD(t *testing.T) {
 	away(server.kill, server.start) // the new process has what the old one had not flushed, or the server has
 	load.flows(t)
 	load.end(t)
+	s.supervised(t)
 	s.cmd.Process.Signal(syscall.SIGTERM)
 	if err := s.cmd.Wait(); err != nil {
 		t.Errorf("the end: %v", err)

@@ -192,9 +192,14 @@ func (s *server) run(d *daemon.Daemon, end func()) error {
 	if !errors.Is(err, daemon.ErrUpgraded) {
 		return err
 	}
+	came := make(chan os.Signal, 16)
+	signal.Notify(came, passed...)
+	if s.cmd.Context().Err() != nil { // too late for this process
+		came <- unix.SIGTERM
+	}
 	end() // answers the requests in progress
 	if link := d.Successor(); link != nil {
-		return becomeSupervisor(link)
+		return becomeSupervisor(link, came)
 	}
 	return nil
 }

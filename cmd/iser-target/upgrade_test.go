@@ -192,6 +192,39 @@ func TestUpgrade(t *testing.T) {
 	}
 }
 
+// SIGHUP right after an upgrade ends neither the first process, which is about to stand for the other one, nor that. SIGTERM ends both in order as soon as
+// the first has begun to do so.
+func TestSignalsAfterUpgrade(t *testing.T) {
+	for _, after := range []time.Duration{0, 5 * time.Millisecond, 20 * time.Millisecond, 60 * time.Millisecond, 150 * time.Millisecond} {
+		s := &station{dir: t.TempDir()}
+		s.configure(t)
+		s.startProgram(t, executable(t))
+		s.ok(t, "upgrade")
+		time.Sleep(after)
+		s.cmd.Process.Signal(unix.SIGHUP)
+		s.supervised(t)
+		s.ok(t, "lun", "list")
+		s.cmd.Process.Signal(unix.SIGTERM)
+		if err := s.cmd.Wait(); err != nil {
+			t.Errorf("SIGHUP %v after the upgrade, and SIGTERM: %v", after, err)
+		}
+		if _, err := os.Lstat(s.socket); err == nil {
+			t.Error("the control socket was left behind")
+		}
+	}
+}
+
+// supervised waits until the first process stands for the one that serves, and passes signals on.
+func (s *station) supervised(t *testing.T) {
+	t.Helper()
+	name := fmt.Sprintf("/proc/%d/", s.cmd.Process.Pid)
+	testkit.Eventually(t, "the first process is a supervisor", func() bool {
+		args, _ := os.ReadFile(name + "cmdline")
+		comm, _ := os.ReadFile(name + "comm")
+		return bytes.Contains(args, []byte("\x00"+supervisorName+"\x00")) && string(comm) == "iser-target\n"
+	})
+}
+
 // damage changes a byte of a file.
 func damage(t *testing.T, path string, off int64) {
 	t.Helper()
