@@ -153,7 +153,7 @@ cluster: ## tests and measurements on small Ceph clusters, which they bring up; 
 
 .PHONY: scale
 scale: ## gateways that share LUNs, at an etcd of three members: SCALE_GATEWAYS with SCALE_LUNS, of which SCALE_KILLED die at once; needs etcd-server
-	$(GO) test -v -count 1 ./tests/scale -gateways $(SCALE_GATEWAYS) -luns $(SCALE_LUNS) -killed $(SCALE_KILLED)
+	$(GO) test -v -count 1 ./tests/scale -gateways $(SCALE_GATEWAYS) -luns $(SCALE_LUNS) -killed $(SCALE_KILLED) -ttl 5s
 
 .PHONY: atomic
 atomic: ## WRITE ATOMIC on a device and on files in the virtual machine, with the newest kernel of Debian's backports (downloads 120 MB)

@@ -25,6 +25,7 @@ var (
 	gateways = flag.Int("gateways", 4, "number of gateways")
 	luns     = flag.Int("luns", 80, "number of LUNs")
 	killed   = flag.Int("killed", 1, "how many gateways die at once")
+	ttl      = flag.Duration("ttl", 10*time.Second, "time of the leases") // longer than by default: a busy machine may stand still for a while
 )
 
 // store is a Medium that takes as long as an RBD image on a good day: 150 ms to open, and 350 ms to fence.
@@ -73,7 +74,7 @@ func (gr *group) start() {
 		if err != nil {
 			gr.t.Fatal(err)
 		}
-		g, err := owner.Join(owner.Options{Name: fmt.Sprint("gw", i), Home: h, LUNs: gr.all, Medium: store{}, Failback: time.Second,
+		g, err := owner.Join(owner.Options{Name: fmt.Sprint("gw", i), Home: h, LUNs: gr.all, Medium: store{}, TTL: *ttl, Failback: time.Second,
 			Changed: func(lun string, serves bool, reason error) {
 				if serves {
 					gr.mu.Lock()

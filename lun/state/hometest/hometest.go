@@ -56,11 +56,11 @@ func RunLessor(t *testing.T, place func(t *testing.T) (open func() state.Home)) 
 	h := &home{T: t, Home: open(), ctx: ctx, open: open}
 	defer func() { h.Close() }()
 	lessor := h.Home.(state.Lessor)
-	begin := func() (state.Lease, time.Time) {
+	begin := func(ttl time.Duration) (state.Lease, time.Time) {
 		began := time.Now()
-		l, err := lessor.Lease(ctx, 2*time.Second)
-		if err != nil || l.TTL() < 2*time.Second || l.TTL() > 10*time.Second {
-			t.Fatalf("a lease of 2s: %v", err)
+		l, err := lessor.Lease(ctx, ttl)
+		if err != nil || l.TTL() < ttl || l.TTL() > ttl+8*time.Second {
+			t.Fatalf("a lease of %v: %v", ttl, err)
 		}
 		return l, began
 	}
@@ -76,8 +76,8 @@ func RunLessor(t *testing.T, place func(t *testing.T) (open func() state.Home)) 
 		t.Fatal(err)
 	}
 	neighbor := h.put("neighbor", "stays", 0)
-	kept, _ := begin()
-	left, began := begin()
+	kept, _ := begin(time.Minute)
+	left, began := begin(2 * time.Second)
 	r := put(kept, "kept")
 	put(left, "left")
 	r = func() state.Revision { // as Home.Put does
