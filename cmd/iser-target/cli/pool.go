@@ -265,6 +265,16 @@ func (c *call) deleteWithVolume(ctx context.Context, o schema.Options) (*schema.
 		return nil, &schema.Error{Code: schema.Refused, Message: fmt.Sprintf("refused: lun create --pool did not make %s for a LUN of %s. Nothing was changed", l.Path, c.target),
 			Hint: "leave out --delete-volume, and remove it yourself: " + p.Removal(volume)}
 	}
+	if s, ok := p.(pool.Snapshotter); ok {
+		list, err := s.Snapshots(ctx, volume)
+		if err != nil {
+			return nil, failed(l.Path, fmt.Errorf("%w. Nothing was changed", err))
+		}
+		if len(list) > 0 { // which LVM would keep, without a LUN to name them by
+			return nil, &schema.Error{Code: schema.Refused, Message: fmt.Sprintf("refused: %s has %d snapshots, like %s. Nothing was changed", l.Path, len(list), list[0].Name),
+				Hint: fmt.Sprintf("delete them first: iser-target lun snapshot delete %s %d %s", c.target, c.lun, list[0].Name)}
+		}
+	}
 	plan, err := c.RemoveLUN(ctx, c.target, c.lun, o)
 	if err != nil {
 		return nil, err
