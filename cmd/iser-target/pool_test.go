@@ -158,7 +158,7 @@ func TestPoolSnapshots(t *testing.T) {
 	s.says(t, cli.ExitOK, "note: made volume /dev/"+lvm.group+"/store-lun2", "lun", "clone", "1")
 	s.ok(t, "lun", "delete", "2", "--delete-volume")
 
-	s.says(t, cli.ExitRefused, first+" has 1 snapshots, like daily. Nothing was changed", "lun", "delete", "1", "--delete-volume")
+	s.says(t, cli.ExitRefused, first+" has snapshots, daily for example. Nothing was changed", "lun", "delete", "1", "--delete-volume")
 	s.says(t, cli.ExitOK, "delete snapshot daily of LUN 1 of "+storeName+": "+snap, "lun", "snapshot", "delete", "1", "daily", "--dry-run")
 	lvm.touch(t, "busy")
 	s.says(t, cli.ExitError, "lvremove: Logical volume in use. Nothing was changed", "lun", "snapshot", "delete", "1", "daily")

@@ -340,7 +340,7 @@ func (g *Gateway) lead() {
 	}
 }
 
-// serveTerm begins a lease and renews it until it has ended.
+// serveTerm begins a lease and renews it until it expires.
 func (g *Gateway) serveTerm() error {
 	began := time.Now()
 	lease, err := g.o.Home.Lease(g.ctx, g.o.TTL)
@@ -527,7 +527,7 @@ func (g *Gateway) watch() {
 	}
 }
 
-// learn takes a value. One that cannot be read counts as one of a gateway without name, which nobody is.
+// learn takes a value. An owner that cannot be read counts as a gateway that nobody is.
 func (g *Gateway) learn(v state.Value) {
 	g.mu.Lock()
 	defer g.mu.Unlock()

@@ -396,7 +396,7 @@ func TestNotNoted(t *testing.T) {
 	})
 }
 
-// An owner whose lease somebody has ended stops when it hears of that, before its own clock tells.
+// An owner whose lease somebody revokes stops when it hears of that, sooner than by its own clock.
 func TestRevoked(t *testing.T) {
 	bubble(t, 2, 6, func(o *Options) { o.TTL = time.Minute }, func(gr *group) {
 		gr.settle(time.Minute, best("ab"))

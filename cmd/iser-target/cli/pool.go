@@ -271,7 +271,7 @@ func (c *call) deleteWithVolume(ctx context.Context, o schema.Options) (*schema.
 			return nil, failed(l.Path, fmt.Errorf("%w. Nothing was changed", err))
 		}
 		if len(list) > 0 { // which LVM would keep, without a LUN to name them by
-			return nil, &schema.Error{Code: schema.Refused, Message: fmt.Sprintf("refused: %s has %d snapshots, like %s. Nothing was changed", l.Path, len(list), list[0].Name),
+			return nil, &schema.Error{Code: schema.Refused, Message: fmt.Sprintf("refused: %s has snapshots, %s for example. Nothing was changed", l.Path, list[0].Name),
 				Hint: fmt.Sprintf("delete them first: iser-target lun snapshot delete %s %d %s", c.target, c.lun, list[0].Name)}
 		}
 	}

@@ -46,11 +46,11 @@ was flushed, and maybe some of what is written meanwhile.`,
   iser-target lun snapshot create store 0 before-upgrade --dry-run`},
 		func(ctx context.Context, c *call, dry bool) (schema.Snapshot, error) {
 			l, p, volume, err := c.ownVolume(ctx)
-			if err == nil && p != nil {
-				return c.makeSnapshot(ctx, l, p, volume, c.args[2], dry)
-			}
-			if err != nil {
+			switch {
+			case err != nil:
 				return schema.Snapshot{}, err
+			case p != nil:
+				return c.makeSnapshot(ctx, l, p, volume, c.args[2], dry)
 			}
 			return c.Snapshot(ctx, c.target, c.lun, c.args[2], dry)
 		}, func(s *schema.Snapshot, dry bool) string {
@@ -69,11 +69,11 @@ was flushed, and maybe some of what is written meanwhile.`,
 		example:  "  iser-target lun snapshot delete store 0 daily-1"},
 		func(ctx context.Context, c *call, dry bool) (schema.Snapshot, error) {
 			l, p, volume, err := c.ownVolume(ctx)
-			if err == nil && p != nil {
-				return c.removeSnapshot(ctx, l, p, volume, c.args[2], dry)
-			}
-			if err != nil {
+			switch {
+			case err != nil:
 				return schema.Snapshot{}, err
+			case p != nil:
+				return c.removeSnapshot(ctx, l, p, volume, c.args[2], dry)
 			}
 			return c.DeleteSnapshot(ctx, c.target, c.lun, c.args[2], dry)
 		}, func(s *schema.Snapshot, dry bool) string {
