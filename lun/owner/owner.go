@@ -21,6 +21,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"sync"
@@ -46,7 +47,7 @@ type Medium interface {
 type Options struct {
 	Name   string // no other gateway has it
 	Home   state.Lessor
-	LUNs   []string // all that the group has, by their NAA for example; what a gateway cannot open it leaves to others
+	LUNs   []string // all that the gateway has a part in, by their NAA for example; what it cannot open it leaves to others
 	Medium Medium
 
 	// TTL is that of the lease: when it has been silent for so long, others take over. Default 5 s.
@@ -59,6 +60,10 @@ type Options struct {
 	// Failback is how long another gateway has to be there that should have a LUN rather, until it gets it. Default 30 s. Negative: never.
 	Failback time.Duration
 
+	// Note is what the other gateways learn of this one, as JSON: see Member. nil: nothing.
+	Note json.RawMessage
+	// News is called when owners, gateways or preferences have changed. It must not wait, and not call the Gateway.
+	News func()
 	// Changed is called when the gateway begins or stops to serve a LUN, with the reason of a failure, if there was one. It must not wait.
 	Changed func(lun string, serves bool, reason error)
 }
@@ -92,8 +97,9 @@ const (
 
 // A member is the value of a gateway.
 type member struct {
-	Draining bool     `json:"draining,omitempty"` // it takes no LUN
-	Unable   []string `json:"unable,omitempty"`   // LUNs that it could not open
+	Draining bool            `json:"draining,omitempty"` // it takes no LUN
+	Unable   []string        `json:"unable,omitempty"`   // LUNs that it could not open, or has no part in
+	Note     json.RawMessage `json:"note,omitempty"`
 
 	hash uint64 // of its name
 }
@@ -123,8 +129,11 @@ type Gateway struct {
 	draining  bool
 	members   map[string]member
 	preferred map[string]string
+	owners    map[string]opening        // of all LUNs of the group
 	known     map[string]state.Revision // of all values
 	listed    bool                      // known has what there was at the start
+	without   map[string]bool           // LUNs of the group that the gateway has no part in
+	stale     bool                      // without has changed since the value of the gateway was put
 	units     map[string]*Unit
 	changed   chan struct{}       // closed when the fields above have changed, and while the gateway gives LUNs back also when units have
 	err       error               // why the gateway has no lease
@@ -150,21 +159,24 @@ func (e *mediumError) Unwrap() error { return e.error }
 
 // A Unit is a LUN that a gateway can serve.
 type Unit struct {
-	g    *Gateway
-	name string
-	hash uint64        // of name
-	wake chan struct{} // has room for one: owner has changed
+	g     *Gateway
+	name  string
+	hash  uint64        // of name
+	wake  chan struct{} // has room for one: owner has changed
+	ended chan struct{} // closed when nothing serves it any longer
 
 	// The gate of the term: of admits from the moment when the store is open until it has to be closed, of answers until it is closed.
 	admits, answers atomic.Pointer[gate]
 
 	// guarded by g.mu:
+	left   bool      // see Gateway.Remove
 	owner  opening   // no Gateway: none
 	since  time.Time // when owner changed
 	busy   bool      // it is claimed, served or given back
 	moves  bool      // it has a place in g.moves
 	unable time.Time // until when this gateway leaves it to others; zero: it does not
 	failed int       // openings in succession that have failed
+	wished time.Time // when Prefer was called last, or the gateway began to look
 }
 
 // Admits reports whether a command may begin.
@@ -192,7 +204,7 @@ func Join(o Options) (*Gateway, error) {
 	case o.Margin < 0 || o.Margin > o.TTL/2:
 		return nil, fmt.Errorf("gateway %s: a margin of %v: it can be 0s to %v, half of the lease", o.Name, o.Margin, o.TTL/2)
 	}
-	g := &Gateway{o: o, hash: hash(o.Name), members: map[string]member{}, preferred: map[string]string{}, known: map[string]state.Revision{},
+	g := &Gateway{o: o, hash: hash(o.Name), members: map[string]member{}, preferred: map[string]string{}, owners: map[string]opening{}, without: map[string]bool{}, known: map[string]state.Revision{},
 		units: map[string]*Unit{}, changed: make(chan struct{})}
 	g.calls = make(chan struct{}, maxCalls)
 	g.bold, g.moves, g.claims = make(chan struct{}, maxBold), make(chan struct{}, maxMoves), map[*Unit]time.Time{}
@@ -202,7 +214,7 @@ func Join(o Options) (*Gateway, error) {
 			g.cancel()
 			return nil, fmt.Errorf("gateway %s: %q is not a name of a LUN, or it is there twice", o.Name, name)
 		}
-		g.units[name] = &Unit{g: g, name: name, hash: hash(name), wake: make(chan struct{}, 1)}
+		g.units[name] = g.newUnit(name)
 	}
 	g.done.Go(g.follow)
 	g.done.Go(g.lead)
@@ -212,25 +224,117 @@ func Join(o Options) (*Gateway, error) {
 	return g, nil
 }
 
-// Unit returns the LUN, which is one of Options.LUNs.
-func (g *Gateway) Unit(lun string) *Unit { return g.units[lun] }
+func (g *Gateway) newUnit(lun string) *Unit {
+	return &Unit{g: g, name: lun, hash: hash(lun), wake: make(chan struct{}, 1), ended: make(chan struct{})}
+}
 
-// Owner returns the name of the gateway that owns a LUN, as far as this one knows, or "".
+// Unit returns a LUN of Options.LUNs or Add, or nil.
+func (g *Gateway) Unit(lun string) *Unit {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.units[lun]
+}
+
+// Add gives the gateway a part in another LUN.
+func (g *Gateway) Add(lun string) (*Unit, error) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	switch {
+	case lun == "" || g.units[lun] != nil:
+		return nil, fmt.Errorf("gateway %s: %q is not a name of a LUN, or it has that already", g.o.Name, lun)
+	case g.ctx.Err() != nil:
+		return nil, fmt.Errorf("gateway %s: it has left the group", g.o.Name)
+	}
+	u := g.newUnit(lun)
+	u.owner, u.since = g.owners[lun], time.Now()
+	g.units[lun] = u
+	g.stale = g.stale || g.without[lun]
+	delete(g.without, lun)
+	g.done.Go(u.run)
+	return u, nil
+}
+
+// Remove ends the part that the gateway has in a LUN, which another gateway takes over then, and waits for that.
+func (g *Gateway) Remove(ctx context.Context, lun string) error {
+	g.mu.Lock()
+	u, t := g.units[lun], g.term
+	if u == nil {
+		g.mu.Unlock()
+		return nil
+	}
+	u.left, g.without[lun] = true, true
+	g.mu.Unlock()
+	var err error
+	if t != nil {
+		err = g.present(ctx, t) // before it is given back: the others need not wait for this gateway then
+	}
+	u.signal()
+	if err != nil {
+		return err
+	}
+	select {
+	case <-u.ended:
+	case <-ctx.Done():
+		return fmt.Errorf("LUN %s is not handed over: %w", lun, context.Cause(ctx))
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.units[lun] == u {
+		delete(g.units, lun)
+	}
+	return nil
+}
+
+// Owner returns the name of the gateway that owns a LUN of the group, as far as this one knows, or "".
 func (g *Gateway) Owner(lun string) string {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	return g.units[lun].owner.Gateway
+	return g.owners[lun].Gateway
 }
 
-// Gateways returns the names of the gateways that are there, and whether they are being drained.
-func (g *Gateway) Gateways() map[string]bool {
+// Preferred returns the gateway that Prefer has named for a LUN, or "".
+func (g *Gateway) Preferred(lun string) string {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	list := map[string]bool{}
-	for name, m := range g.members {
-		list[name] = m.Draining
+	return g.preferred[lun]
+}
+
+// A Member is a gateway as the others know it.
+type Member struct {
+	Name     string
+	Draining bool            // it takes no LUN
+	Unable   []string        // LUNs that it could not open a short time ago
+	Note     json.RawMessage // Options.Note
+}
+
+// Members returns the gateways that are there, by name.
+func (g *Gateway) Members() []Member {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	list := make([]Member, 0, len(g.members))
+	for _, name := range slices.Sorted(maps.Keys(g.members)) {
+		m := g.members[name]
+		list = append(list, Member{name, m.Draining, m.Unable, m.Note})
 	}
 	return list
+}
+
+// Favorite returns the gateway that should have a LUN, of those that are there, or "".
+func (g *Gateway) Favorite(lun string) (name string) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	h, most := hash(lun), uint64(0)
+	for _, other := range slices.Sorted(maps.Keys(g.members)) {
+		m := g.members[other]
+		switch w := weight(m.hash, h); {
+		case !m.takes(lun):
+		case other == g.preferred[lun]:
+			return other
+		case name == "" || w > most:
+			name, most = other, w
+		}
+	}
+	return name
 }
 
 // Err returns why the gateway has no lease, or nil.
@@ -240,7 +344,7 @@ func (g *Gateway) Err() error {
 	return g.err
 }
 
-// Prefer makes the group give the LUN to a gateway whenever that is there; "": to the one that its name gives.
+// Prefer makes the group give the LUN to a gateway, at once and whenever that is there; "": to the one that its name gives.
 func (g *Gateway) Prefer(ctx context.Context, lun, gateway string) error {
 	key := preferredKey + lun
 	for {
@@ -256,6 +360,61 @@ func (g *Gateway) Prefer(ctx context.Context, lun, gateway string) error {
 		}
 		if _, err = g.o.Home.Put(ctx, key, data, v.Revision); !errors.Is(err, state.ErrConflict) {
 			return err
+		}
+	}
+}
+
+// A Move is a LUN that goes from one gateway to another.
+type Move struct{ LUN, From, To string }
+
+// Balance returns the fewest moves after which the LUNs of the group are spread evenly over the gateways that take them. Prefer makes a move.
+func (g *Gateway) Balance() (moves []Move) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	has := map[string][]string{}
+	for name, m := range g.members {
+		if !m.Draining {
+			has[name] = nil
+		}
+	}
+	var homeless []Move
+	for _, lun := range slices.Sorted(maps.Keys(g.owners)) {
+		owner := g.owners[lun].Gateway
+		if _, ok := has[owner]; !ok {
+			homeless = append(homeless, Move{LUN: lun, From: owner}) // it will have another one soon
+			continue
+		}
+		has[owner] = append(has[owner], lun)
+	}
+	names := slices.Sorted(maps.Keys(has))
+	if len(names) == 0 {
+		return nil
+	}
+	fewest := func(lun string) (to string) {
+		for _, name := range names {
+			if m := g.members[name]; m.takes(lun) && (to == "" || len(has[name]) < len(has[to])) {
+				to = name
+			}
+		}
+		return to
+	}
+	for _, h := range homeless {
+		if h.To = fewest(h.LUN); h.To != "" {
+			has[h.To] = append(has[h.To], h.LUN)
+		}
+	}
+	for {
+		from := slices.MaxFunc(names, func(a, b string) int { return cmp.Compare(len(has[a]), len(has[b])) })
+		moved := false
+		for i := len(has[from]) - 1; i >= 0 && !moved; i-- {
+			lun := has[from][i]
+			if to := fewest(lun); to != "" && len(has[from])-len(has[to]) > 1 {
+				has[from], has[to] = slices.Delete(has[from], i, i+1), append(has[to], lun)
+				moves, moved = append(moves, Move{lun, from, to}), true
+			}
+		}
+		if !moved {
+			return moves
 		}
 	}
 }
@@ -292,6 +451,19 @@ func (g *Gateway) Drain(ctx context.Context) error {
 	}
 }
 
+// Resume ends a drain: the gateway takes LUNs again.
+func (g *Gateway) Resume(ctx context.Context) error {
+	g.mu.Lock()
+	g.draining = false
+	t := g.term
+	g.announce()
+	g.mu.Unlock()
+	if t == nil {
+		return nil
+	}
+	return g.present(ctx, t)
+}
+
 // Close closes all stores and leaves the group. It does not wait for other gateways, see Drain.
 func (g *Gateway) Close() {
 	g.cancel()
@@ -300,12 +472,19 @@ func (g *Gateway) Close() {
 
 // announce wakes those who wait for a change. g.mu is held.
 func (g *Gateway) announce() {
+	g.news()
 	close(g.changed)
 	g.changed = make(chan struct{})
 	for _, u := range g.units {
 		if u.owner.Gateway == "" || u.owner.Gateway == g.o.Name || u.busy { // the others wait for their owners
 			u.signal()
 		}
+	}
+}
+
+func (g *Gateway) news() {
+	if f := g.o.News; f != nil {
+		f()
 	}
 }
 
@@ -381,7 +560,13 @@ func (g *Gateway) serveTerm() error {
 			t.gate.extend(began, lease.TTL()-g.o.Margin)
 			g.mu.Lock()
 			g.err = nil
+			stale := g.stale
 			g.mu.Unlock()
+			if stale {
+				ctx, cancel := context.WithTimeout(g.ctx, lease.TTL()/2)
+				_ = g.present(ctx, t) // or later
+				cancel()
+			}
 		case errors.Is(err, state.ErrLeaseEnded):
 			t.gate.extend(began, 0)
 			return err
@@ -417,21 +602,30 @@ func (g *Gateway) closed(ctx context.Context) {
 }
 
 // present puts the value of the gateway.
-func (g *Gateway) present(ctx context.Context, t *term) error {
+func (g *Gateway) present(ctx context.Context, t *term) (err error) {
 	select {
 	case t.presenting <- struct{}{}:
 	case <-ctx.Done():
 		return context.Cause(ctx)
 	}
 	defer func() { <-t.presenting }()
+	defer func() {
+		if err != nil {
+			g.mu.Lock()
+			g.stale = true
+			g.mu.Unlock()
+		}
+	}()
 	for {
 		g.mu.Lock()
-		m := member{Draining: g.draining}
+		m := member{Draining: g.draining, Note: g.o.Note}
 		for _, u := range g.units {
-			if !u.unable.IsZero() {
+			if !u.unable.IsZero() && !g.without[u.name] {
 				m.Unable = append(m.Unable, u.name)
 			}
 		}
+		m.Unable = slices.AppendSeq(m.Unable, maps.Keys(g.without))
+		g.stale = false
 		g.mu.Unlock()
 		slices.Sort(m.Unable)
 		data, err := json.Marshal(m)
@@ -554,19 +748,33 @@ func (g *Gateway) learn(v state.Value) {
 		} else {
 			g.preferred[name] = string(v.Data)
 		}
+		if u := g.units[name]; u != nil {
+			u.wished = time.Now()
+		}
 		g.announce()
-	} else if name, ok := strings.CutPrefix(v.Key, ownerKey); ok && g.units[name] != nil {
+	} else if name, ok := strings.CutPrefix(v.Key, ownerKey); ok {
 		o := opening{}
 		if v.Data != nil && (json.Unmarshal(v.Data, &o) != nil || o.Gateway == "") {
 			o.Gateway = "?"
 		}
-		g.units[name].learn(o)
+		if g.owners[name] = o; v.Data == nil {
+			delete(g.owners, name)
+		}
+		if u := g.units[name]; u != nil {
+			u.learn(o)
+		} else {
+			if v.Data != nil && !g.without[name] {
+				g.without[name], g.stale = true, true
+			}
+			g.news()
+		}
 	}
 }
 
 // learn notes who owns u. g.mu is held.
 func (u *Unit) learn(o opening) {
 	u.owner, u.since = o, time.Now()
+	u.g.news()
 	if u.g.draining {
 		u.g.announce()
 	}
@@ -595,6 +803,7 @@ func (u *Unit) rank() (n int) {
 
 // run serves the LUN whenever it falls to this gateway.
 func (u *Unit) run() {
+	defer close(u.ended)
 	for {
 		t, bold := u.await()
 		if t == nil {
@@ -611,7 +820,11 @@ func (u *Unit) run() {
 		if g.draining || g.term == nil {
 			g.announce()
 		}
+		left := u.left
 		g.mu.Unlock()
+		if left {
+			return
+		}
 		if err != nil && t.ctx.Err() == nil {
 			u.report(false, err)
 			pause(g.ctx, retry<<min(failed, 4))
@@ -691,6 +904,8 @@ func (u *Unit) claim(t *term, bold bool) (state.Revision, error) {
 	if err == nil && g.known[ownerKey+u.name] < revision {
 		g.known[ownerKey+u.name] = revision
 		u.owner, u.since = opening{Gateway: g.o.Name}, time.Now()
+		g.owners[u.name] = u.owner
+		g.news()
 	}
 	return revision, err
 }
@@ -703,8 +918,9 @@ func (u *Unit) await() (t *term, bold bool) {
 		t := g.term
 		claim, bold, recovered, wait := false, false, false, time.Duration(-1)
 		var orphan state.Revision
+		left := u.left
 		switch {
-		case t == nil || !g.listed:
+		case left, t == nil || !g.listed:
 		case u.owner.Gateway == g.o.Name: // a claim that seemed to fail, or the end of one
 			orphan = g.known[ownerKey+u.name]
 			wait = retry
@@ -735,7 +951,10 @@ func (u *Unit) await() (t *term, bold bool) {
 			}
 		}
 		g.mu.Unlock()
-		if claim {
+		switch {
+		case left:
+			return nil, false
+		case claim:
 			return t, bold
 		}
 		if recovered {
@@ -870,12 +1089,12 @@ func (u *Unit) note(ctx context.Context, address string, base state.Revision) (s
 
 // hold waits until u must not, or should not, be served any longer. It returns true if another gateway may be the owner.
 func (u *Unit) hold(t *term, revision state.Revision) (lost bool) {
-	g := u.g
+	g, began := u.g, time.Now()
 	var better time.Time // since when another gateway should have u rather
 	for {
 		g.mu.Lock()
 		doubt := u.owner.Gateway != g.o.Name || g.known[ownerKey+u.name] != revision
-		away, wait := g.draining, time.Duration(-1)
+		away, wait := g.draining || u.left, time.Duration(-1)
 		switch {
 		case g.o.Failback < 0 || u.rank() == 0:
 			better = time.Time{}
@@ -883,7 +1102,10 @@ func (u *Unit) hold(t *term, revision state.Revision) (lost bool) {
 			if better.IsZero() {
 				better = time.Now()
 			}
-			if wait = max(time.Until(better.Add(g.o.Failback)), 0); wait > 0 || away {
+			if wait = max(time.Until(better.Add(g.o.Failback)), 0); u.wished.After(began) {
+				wait = 0 // somebody waits for it
+			}
+			if wait > 0 || away {
 				break
 			}
 			select {

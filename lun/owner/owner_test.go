@@ -204,7 +204,7 @@ func (gr *group) end() {
 // servers returns the gateways that may answer commands of a LUN.
 func (gr *group) servers(lun string) (list []string) {
 	for _, n := range gr.nodes {
-		if u := n.g.Unit(lun); !n.dead && (u.MayAnswer() || u.Admits()) {
+		if u := n.g.Unit(lun); u != nil && !n.dead && (u.MayAnswer() || u.Admits()) {
 			list = append(list, n.name)
 		}
 	}
@@ -496,6 +496,100 @@ func TestPrefer(t *testing.T) {
 		}
 		gr.revive(gr.nodes[1])
 		gr.settle(time.Minute, best("abc"))
+	})
+}
+
+// What an operator moves goes at once, and not after the time of a failback. A gateway that ends a drain gets its LUNs back.
+func TestHandover(t *testing.T) {
+	bubble(t, 2, 8, nil, func(gr *group) {
+		gr.settle(time.Minute, best("ab"))
+		gr.fresh()
+		lun := gr.luns[0]
+		other := map[string]string{"a": "b", "b": "a"}[best("ab")(lun)]
+		if err := gr.nodes[0].g.Prefer(gr.Context(), lun, other); err != nil {
+			gr.Fatal(err)
+		}
+		want := func(l string) string {
+			if l == lun {
+				return other
+			}
+			return best("ab")(l)
+		}
+		gr.settle(2*time.Second, want)
+		gr.longest(1500 * time.Millisecond)
+		if p, f := gr.nodes[1].g.Preferred(lun), gr.nodes[1].g.Favorite(lun); p != other || f != other {
+			gr.Errorf("the preference is %q, and %q should have the LUN, want %q", p, f, other)
+		}
+		if err := gr.nodes[0].g.Drain(gr.Context()); err != nil {
+			gr.Fatal(err)
+		}
+		gr.settle(time.Second, func(string) string { return "b" })
+		if err := gr.nodes[0].g.Resume(gr.Context()); err != nil {
+			gr.Fatal(err)
+		}
+		gr.settle(time.Minute, want)
+	})
+}
+
+// LUNs come and go with the configurations of the gateways. One that only some gateways have is served by these.
+func TestAddRemove(t *testing.T) {
+	bubble(t, 3, 9, nil, func(gr *group) {
+		gr.settle(time.Minute, best("abc"))
+		gr.fresh()
+		lun := gr.luns[slices.IndexFunc(gr.luns, func(lun string) bool { return best("abc")(lun) == "a" })]
+		a := gr.nodes[0].g
+		if err := a.Remove(gr.Context(), lun); err != nil {
+			gr.Fatal(err)
+		}
+		want := func(l string) string {
+			if l == lun {
+				return best("bc")(l)
+			}
+			return best("abc")(l)
+		}
+		gr.settle(2*time.Second, want)
+		gr.longest(1500 * time.Millisecond)
+		if a.Unit(lun) != nil || a.Owner(lun) != best("bc")(lun) {
+			gr.Errorf("after Remove, the unit is %v, and the owner %q", a.Unit(lun), a.Owner(lun))
+		}
+		gr.fresh()
+		time.Sleep(3 * time.Minute)
+		gr.settle(time.Second, want)
+		gr.longest(0) // nobody gave it back to a gateway without it
+		if _, err := a.Add(lun); err != nil {
+			gr.Fatal(err)
+		}
+		if _, err := a.Add(lun); err == nil {
+			gr.Error("Add twice succeeds")
+		}
+		gr.settle(time.Minute, best("abc"))
+		gr.longest(1500 * time.Millisecond)
+	})
+}
+
+// Balance finds the moves after which no gateway has two LUNs more than another.
+func TestBalance(t *testing.T) {
+	bubble(t, 3, 31, nil, func(gr *group) {
+		gr.settle(time.Minute, best("abc"))
+		for _, m := range gr.nodes[0].g.Balance() {
+			if m.From != best("abc")(m.LUN) || m.To == m.From {
+				gr.Errorf("%+v moves a LUN of %s", m, best("abc")(m.LUN))
+			}
+			if err := gr.nodes[1].g.Prefer(gr.Context(), m.LUN, m.To); err != nil {
+				gr.Fatal(err)
+			}
+		}
+		time.Sleep(10 * time.Second)
+		n := map[string]int{}
+		for _, lun := range gr.luns {
+			n[gr.nodes[0].g.Owner(lun)]++
+		}
+		if len(n) != 3 || n["a"]+n["b"]+n["c"] != 31 || max(n["a"], n["b"], n["c"]) != 11 {
+			gr.Errorf("LUNs by gateway: %v", n)
+		}
+		if moves := gr.nodes[2].g.Balance(); len(moves) > 0 {
+			gr.Errorf("%v are left to move", moves)
+		}
 	})
 }
 
