@@ -26,6 +26,8 @@ var (
 	ErrFixedSize = errors.New("the medium has a fixed size")
 	// ErrCorrupt reports data that differs from its checksum: see CorruptError.
 	ErrCorrupt = errors.New("the data differs from its checksum")
+	// ErrMoved reports a call of a Store whose medium another gateway has, or is about to have.
+	ErrMoved = errors.New("another gateway has the medium, or none")
 	// ErrClosed reports a call after Close.
 	ErrClosed = errors.New("store is closed")
 )

@@ -35,6 +35,8 @@ type Config struct {
 	Metrics   WebListener `key:"metrics"`   // of the metrics for Prometheus
 	Dashboard WebListener `key:"dashboard"` // of the dashboard page
 
+	Cluster Cluster `key:"cluster"` // gateways that share LUNs
+
 	Watch bool `key:"watch"` // apply the file when it changes
 
 	Drain   time.Duration `key:"drain"`    // time that sessions get to log out when the target shuts down
@@ -132,6 +134,7 @@ type LUN struct {
 	WriteThrough bool   `key:"write_through"` // every write is on stable storage before its response
 	Removable    bool   `key:"removable"`     // the medium can be ejected
 	Sanitize     bool   `key:"sanitize"`      // initiators may erase the whole LUN with SANITIZE
+	Shared       bool   `key:"shared"`        // the gateways of Cluster share the LUN: one serves it at a time
 	Checksums    bool   `key:"checksums"`     // blocks have checksums in a side file, which reads verify
 	// ChecksumsPath is the side file; of a file the default is Path with ".sums".
 	ChecksumsPath string `key:"checksums_path"`
@@ -307,6 +310,27 @@ type Process struct {
 	Paths        []string `key:"paths"`        // what LUNs are in, and all that can be opened; empty: everything
 }
 
+// A Cluster is a group of gateways that share LUNs, and agree in etcd which of them serves one. The zero value is none.
+type Cluster struct {
+	Name   string     `key:"name"`   // of this gateway; empty: it is in no group
+	Etcd   []string   `key:"etcd"`   // URLs of the members of etcd
+	Prefix string     `key:"prefix"` // of the keys of the group in etcd
+	TLS    ClusterTLS `key:"tls"`    // for https
+	// Lease is how long a gateway is silent until others take its LUNs over, and Failback how long it is back until it gets them
+	// again.
+	Lease    time.Duration `key:"lease"`
+	Failback time.Duration `key:"failback"`
+	// FenceProgram keeps gateways from a medium that is no RBD image; empty: no such LUN is shared.
+	FenceProgram string `key:"fence_program"`
+}
+
+// ClusterTLS has the paths of PEM files.
+type ClusterTLS struct {
+	CA   string `key:"ca"`   // CA that signs the certificates of etcd; empty: those of the system
+	Cert string `key:"cert"` // certificate of the target, for etcd; empty: none
+	Key  string `key:"key"`  // private key of Cert
+}
+
 // Roles lists the roles of callers of the control API. Each includes those before it.
 var Roles = []string{"read", "operate", "admin"}
 
@@ -390,6 +414,7 @@ func base() Config {
 		StateDir: "/var/lib/iser-target",
 		Log:      Log{Level: "info", Format: "text", SlowIO: 10 * time.Second},
 		Control:  Control{Socket: DefaultSocket()},
+		Cluster:  Cluster{Prefix: "/iser-target", Lease: 5 * time.Second, Failback: 30 * time.Second},
 		IPsec: IPsec{
 			Driver: "xfrm", Grace: 10 * time.Second, DriverTimeout: 10 * time.Second,
 			VICI: IPsecVICI{Socket: "/run/charon.vici"},

@@ -40,6 +40,7 @@ const (
 	KindMetrics       = "metrics"
 	KindIPsec         = "ipsec"
 	KindDashboard     = "dashboard"
+	KindCluster       = "cluster"
 	KindWatch         = "watch"
 	KindDrain         = "drain"
 	KindDrainTo       = "drain_to"

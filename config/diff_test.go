@@ -125,7 +125,7 @@ func TestChangeInWords(t *testing.T) {
 		}
 	}
 	kinds := []string{"portals", "targets", KindLimits, KindMPA, KindDiscoveryAuth, KindStateDir, KindDebug, KindLog,
-		KindIPsec, KindControl, KindProcess, KindMetrics, KindDashboard, KindWatch, KindDrain, KindDrainTo}
+		KindIPsec, KindControl, KindProcess, KindMetrics, KindDashboard, KindCluster, KindWatch, KindDrain, KindDrainTo}
 	if got := keysOf(reflect.TypeFor[Config]()); !slices.Equal(got, kinds) {
 		t.Errorf("keys %q, kinds %q", got, kinds)
 	}

@@ -317,3 +317,35 @@ func TestNearest(t *testing.T) {
 		}
 	}
 }
+
+func TestClusterMistakesAreRefused(t *testing.T) {
+	const shared = `shared: true, naa: "3000000000000001"`
+	of := func(group, lun string) [2]string {
+		return [2]string{"{id: 0, backend: memory, size: 1GiB}", lun + "\ncluster: {" + group + "}"}
+	}
+	const rbd, nbd = "{id: 0, backend: rbd, path: rbd:p/i, " + shared, "{id: 0, backend: nbd, path: \"nbd://h\", " + shared
+	const a = "name: a, etcd: [\"http://h:1\"]"
+	refused(t, []mistake{
+		{"no name", of("etcd: [\"http://h:1\"]", lun), []string{"f: cluster.name: is required with cluster.etcd"}},
+		{"no etcd", of("name: a", lun), []string{"f: cluster.etcd: is required with cluster.name"}},
+		{"names", of("name: \"a/b\", etcd: [\"http://h:1\"]", lun), []string{"f: cluster.name: must have up to 63 printable ASCII characters"}},
+		{"members", of("name: a, etcd: [\"h:1\", \"http://h\", \"http://u@h:1\", \"http://h:1/x\"]", lun), []string{
+			"f: cluster.etcd[0]: must be http://HOST:PORT", "f: cluster.etcd[1]: must be", "f: cluster.etcd[2]: must be", "f: cluster.etcd[3]: must be"}},
+		{"http and https", of("name: a, etcd: [\"https://h:1\", \"http://h:2\"]", lun), []string{"f: cluster.etcd[1]: must be http or https like the others"}},
+		{"prefix", of(a+", prefix: x", lun), []string{"f: cluster.prefix: must be a slash and a name"}},
+		{"CA without TLS", of(a+", tls: {ca: /x}", lun), []string{"f: cluster.tls.ca: requires https in cluster.etcd"}},
+		{"certificate without key", of("name: a, etcd: [\"https://h:1\"], tls: {cert: /x}", lun), []string{"f: cluster.tls: must have both cert and key, or neither"}},
+		{"times", of(a+", lease: 1s, failback: -1s", lun), []string{"f: cluster.lease: must be 2s to 1m, not 1s", "f: cluster.failback: must be 0 to 24h, not -1s"}},
+		{"fence", of(a+", fence_program: x", lun), []string{"f: cluster.fence_program: must be an absolute path"}},
+		{"shared without a group", luns(rbd + "}"), []string{"f: targets[0].luns[0].shared: requires cluster.name and cluster.etcd"}},
+		{"shared memory", of(a, "{id: 0, backend: memory, size: 1GiB, "+shared+"}"), []string{"f: targets[0].luns[0].shared: cannot be set for backend memory"}},
+		{"shared without a fence", of(a, nbd+"}"), []string{"f: targets[0].luns[0].shared: requires cluster.fence_program for backend nbd"}},
+		{"shared without NAA", of(a, "{id: 0, backend: rbd, path: rbd:p/i, shared: true}"), []string{"f: targets[0].luns[0].naa: is required with shared"}},
+		{"sanitize", of(a, rbd+", sanitize: true, removable: true}"), []string{"f: targets[0].luns[0].sanitize: cannot be set together with shared", "f: targets[0].luns[0].removable: cannot be set"}},
+	})
+	for _, more := range []string{rbd + "}\ncluster: {" + a + "}", nbd + "}\ncluster: {" + a + ", fence_program: /bin/true}"} {
+		if _, err := load("f", []byte(strings.Replace(good, lun, more, 1))); err != nil {
+			t.Error(err)
+		}
+	}
+}

@@ -25,7 +25,7 @@ const (
 func (d *Document) NamedPaths() (list []NamedPath) {
 	c := d.settingsOnly()
 	for _, p := range []string{
-		c.StateDir, c.Control.Socket, c.Control.TLS.Cert, c.Control.TLS.Key, c.Control.TLS.ClientCA, c.Control.TLS.CRL,
+		c.StateDir, c.Cluster.TLS.CA, c.Cluster.TLS.Cert, c.Cluster.TLS.Key, c.Cluster.FenceProgram, c.Control.Socket, c.Control.TLS.Cert, c.Control.TLS.Key, c.Control.TLS.ClientCA, c.Control.TLS.CRL,
 	} {
 		list = append(list, NamedPath{PathOwn, p})
 	}

@@ -251,7 +251,7 @@ func (g *schemaMaker) object(path string, t reflect.Type, def reflect.Value) obj
 		}
 		o := g.value(full, t.Field(i).Type, v)
 		row, ok := g.rows[rowPath(full)]
-		if !ok && !(path == "" && o["type"] != "string") && full != "control.access" && full != "control.tls" && path != "ipsec.static" {
+		if !ok && !(path == "" && o["type"] != "string") && full != "control.access" && full != "control.tls" && full != "cluster.tls" && path != "ipsec.static" {
 			g.missing = append(g.missing, full)
 		}
 		if row.meaning != "" {

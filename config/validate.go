@@ -8,6 +8,7 @@ import (
 	"maps"
 	"net"
 	"net/netip"
+	"net/url"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -124,6 +125,7 @@ func (c *Config) check() errorList {
 	if s := c.Log.SlowIO; s != 0 && (s < 100*time.Microsecond || s > time.Hour) {
 		errs.addf("log.slow_io", "must be 100us to 1h, or 0 to log no slow commands, not %v", FormatDuration(s))
 	}
+	c.checkCluster(&errs)
 	c.checkControl(&errs)
 	c.checkProcess(&errs)
 	c.checkListener("metrics.listen", c.Metrics.Listen, &errs)
@@ -143,6 +145,82 @@ func (c *Config) check() errorList {
 		}
 	}
 	return errs
+}
+
+func (c *Config) checkCluster(errs *errorList) {
+	g := &c.Cluster
+	switch {
+	case g.Name == "" && len(g.Etcd) > 0:
+		errs.addf("cluster.name", "is required with cluster.etcd: a name that no other gateway has")
+	case g.Name != "" && len(g.Etcd) == 0:
+		errs.addf("cluster.etcd", "is required with cluster.name: the members of etcd, like [http://127.0.0.1:2379]")
+	}
+	if len(g.Name) > 63 || strings.ContainsFunc(g.Name, func(r rune) bool { return r <= ' ' || r > '~' || r == '/' }) {
+		errs.addf("cluster.name", "must have up to 63 printable ASCII characters, without spaces and slashes, not %q", g.Name)
+	}
+	secure := false
+	for i, e := range g.Etcd {
+		u, err := url.Parse(e)
+		if err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Hostname() == "" || u.Port() == "" || u.Path != "" || u.User != nil || u.RawQuery != "" || u.Fragment != "" {
+			errs.addf(index("cluster.etcd", i), "must be http://HOST:PORT or https://HOST:PORT, not %q", e)
+			continue
+		}
+		if i == 0 {
+			secure = u.Scheme == "https"
+		} else if secure != (u.Scheme == "https") {
+			errs.addf(index("cluster.etcd", i), "must be http or https like the others, not %q", e)
+		}
+	}
+	if !strings.HasPrefix(g.Prefix, "/") || strings.Trim(g.Prefix, "/") == "" || strings.ContainsFunc(g.Prefix, func(r rune) bool { return r <= ' ' || r > '~' }) {
+		errs.addf("cluster.prefix", "must be a slash and a name of printable ASCII characters, like /iser-target, not %q", g.Prefix)
+	}
+	for _, f := range []struct{ key, path string }{{"ca", g.TLS.CA}, {"cert", g.TLS.Cert}, {"key", g.TLS.Key}} {
+		if f.path != "" && !secure {
+			errs.addf("cluster.tls."+f.key, "requires https in cluster.etcd")
+		}
+	}
+	if (g.TLS.Cert == "") != (g.TLS.Key == "") {
+		errs.addf("cluster.tls", "must have both cert and key, or neither")
+	}
+	if g.Lease < 2*time.Second || g.Lease > time.Minute {
+		errs.addf("cluster.lease", "must be 2s to 1m, not %v", FormatDuration(g.Lease))
+	}
+	if g.Failback < 0 || g.Failback > 24*time.Hour {
+		errs.addf("cluster.failback", "must be 0 to 24h, not %v", FormatDuration(g.Failback))
+	}
+	if p := g.FenceProgram; p != "" && (!filepath.IsAbs(p) || strings.ContainsRune(p, 0)) {
+		errs.addf("cluster.fence_program", "must be an absolute path, not %q", p)
+	}
+	for i, t := range c.Targets {
+		for j, l := range t.LUNs {
+			if key := index(index("targets", i)+".luns", j); l.Shared {
+				l.checkShared(key, g, errs)
+			}
+		}
+	}
+}
+
+// checkShared checks a LUN that gateways share.
+func (l *LUN) checkShared(key string, g *Cluster, errs *errorList) {
+	switch {
+	case g.Name == "":
+		errs.addf(key+".shared", "requires cluster.name and cluster.etcd, the group that shares the LUN")
+	case l.Backend != "rbd" && l.Backend != "nbd":
+		errs.addf(key+".shared", "cannot be set for backend %s: gateways can only share what each of them reaches by rbd or nbd", l.Backend)
+	case l.Backend != "rbd" && g.FenceProgram == "":
+		errs.addf(key+".shared", "requires cluster.fence_program for backend %s: it keeps a gateway that seems dead from writing to the medium that another one has", l.Backend)
+	}
+	if l.NAA == "" {
+		errs.addf(key+".naa", "is required with shared: the same on all gateways, or initiators take the paths for different disks")
+	}
+	for _, f := range []struct {
+		key string
+		set bool
+	}{{"sanitize", l.Sanitize}, {"removable", l.Removable}, {"checksums", l.Checksums}, {"protection", l.Protection != 0}} {
+		if f.set {
+			errs.addf(key+"."+f.key, "cannot be set together with shared: the gateways do not share what it keeps")
+		}
+	}
 }
 
 func (c *Config) checkControl(errs *errorList) {

@@ -6,33 +6,40 @@ import (
 	"slices"
 )
 
-// An accessState is an asymmetric access state of a target port group (SPC-4, section 5.11.2).
-type accessState byte
+// An AccessState is an asymmetric access state of a target port group (SPC-4, section 5.11.2).
+type AccessState byte
 
+// Values of AccessState.
 const (
-	activeOptimized    accessState = 0x0
-	activeNonOptimized accessState = 0x1
-	standby            accessState = 0x2
-	unavailable        accessState = 0x3
+	ActiveOptimized    AccessState = 0x0
+	ActiveNonOptimized AccessState = 0x1
+	Standby            AccessState = 0x2
+	Unavailable        AccessState = 0x3
+	Transitioning      AccessState = 0xf // no target port is active, and one will be soon
 )
 
 // accessStates defines each state: its name in the file of settings, and what commands meet in
-// it, except those that it serves. A transition takes no time, so that no command meets one.
+// it, except those that it serves. States that initiators set change in no time, so that no command meets a
+// transition between them.
 var accessStates = [...]struct {
 	name   string
 	cond   Sense
 	served flags // commands with any of these
 }{
-	activeOptimized:    {"active/optimized", condNone, 0},
-	activeNonOptimized: {"active/non-optimized", condNone, 0},
-	standby:            {"standby", condStandby, absentLUN | anyAccess | inStandby},
-	unavailable:        {"unavailable", condUnavailable, absentLUN | anyAccess},
+	ActiveOptimized:    {"active/optimized", condNone, 0},
+	ActiveNonOptimized: {"active/non-optimized", condNone, 0},
+	Standby:            {"standby", condStandby, absentLUN | anyAccess | inStandby},
+	Unavailable:        {"unavailable", condUnavailable, absentLUN | anyAccess},
+	Transitioning:      {"transitioning", condTransition, absentLUN | anyAccess | inStandby},
 }
+
+// String returns the name of the state.
+func (s AccessState) String() string { return accessStates[s].name }
 
 // portGroups are the states of a unit's target port groups that initiators set, by tag. The
 // others are active/optimized. A value does not change; a new one takes its place. Each target
 // port is a group of its own: initiators set the states of paths one by one.
-type portGroups map[uint16]accessState
+type portGroups map[uint16]AccessState
 
 // obstacle returns condNone, or what commands with these flags meet on the target port of n.
 func (u *Unit) obstacle(n *Nexus, class flags) Sense {
@@ -48,9 +55,13 @@ func (u *Unit) obstacle(n *Nexus, class flags) Sense {
 func reportPortGroups(u *Unit, c *Command) bool {
 	const (
 		formatMask, formatExtended = 0xe0, 0x20
-		supported                  = 0x0f // U_SUP, S_SUP, AN_SUP, AO_SUP
-		alteredByCommand           = 0x01 // STATUS CODE
+		// STATUS CODE
+		alteredByCommand, alteredImplicitly = 0x01, 0x02
 	)
+	supported := byte(0x0f) // U_SUP, S_SUP, AN_SUP, AO_SUP
+	if u.opt.ImplicitAccess {
+		supported = 0x85 // T_SUP, S_SUP, AO_SUP
+	}
 	b := append(c.buf[:0], 0, 0, 0, 0)
 	if c.CDB[1]&formatMask == formatExtended {
 		b = append(b, formatExtended>>1, 0, 0, 0) // RETURN DATA FORMAT 001b, no transitions
@@ -62,7 +73,10 @@ func reportPortGroups(u *Unit, c *Command) bool {
 	for _, tag := range c.nexus.targets() {
 		state, altered := set[tag]
 		d := [12]byte{0: byte(state), 1: supported, 7: 1} // one port
-		if altered {
+		switch {
+		case u.opt.ImplicitAccess:
+			d[5] = alteredImplicitly
+		case altered:
 			d[5] = alteredByCommand
 		}
 		binary.BigEndian.PutUint16(d[2:], tag)
@@ -102,9 +116,9 @@ func consumeSetPortGroups(u *Unit, c *Command, p []byte, _ uint64) bool {
 	next := maps.Clone(old)
 	changed := false
 	for at := header; at < len(p); at += descriptor {
-		state, tag := accessState(p[at]&0x0f), binary.BigEndian.Uint16(p[at+2:])
+		state, tag := AccessState(p[at]&0x0f), binary.BigEndian.Uint16(p[at+2:])
 		switch {
-		case int(state) >= len(accessStates): // load balancing, offline, transitioning
+		case state > Unavailable: // load balancing, offline, transitioning
 			return c.failList(at)
 		case !slices.Contains(c.nexus.targets(), tag):
 			return c.failList(at + 2)
@@ -133,4 +147,13 @@ func (g portGroups) entries() []portGroupEntry {
 		list = append(list, portGroupEntry{tag, accessStates[g[tag]].name})
 	}
 	return list
+}
+
+// SetAccess sets the states of target port groups, by tag, of a unit with Options.ImplicitAccess; others are
+// active/optimized. It notifies the initiators if that is news.
+func (u *Unit) SetAccess(states map[uint16]AccessState) {
+	next := portGroups(maps.Clone(states))
+	if old := u.access.Swap(&next); old == nil || !maps.Equal(*old, next) {
+		u.raise(condAccessChanged, nil)
+	}
 }

@@ -70,10 +70,10 @@ func (u *Unit) Settings() []Setting {
 	list = append(list, u.tagSettings()...)
 	list = append(list, u.thresholdSettings()...)
 	list = append(list, Setting{Name: settingMedium, Value: u.medium(), Default: "ready", Saved: "ready"})
-	if g := u.access.Load(); g != nil {
+	if g := u.access.Load(); g != nil && !u.opt.ImplicitAccess {
 		for _, tag := range slices.Sorted(maps.Keys(*g)) {
 			value := accessStates[(*g)[tag]].name
-			list = append(list, Setting{Name: accessName(tag), Value: value, Default: accessStates[activeOptimized].name, Saved: value})
+			list = append(list, Setting{Name: accessName(tag), Value: value, Default: accessStates[ActiveOptimized].name, Saved: value})
 		}
 	}
 	list = append(list, u.identifyingSettings()...)
@@ -149,7 +149,9 @@ func (u *Unit) ResetSettings() (changed bool, err error) {
 	var access *portGroups
 	var identifying *identifyingEntry
 	if err := u.keep(e, p, func() {
-		access, identifying = u.access.Swap(nil), u.identifying.Swap(nil)
+		if identifying = u.identifying.Swap(nil); !u.opt.ImplicitAccess {
+			access = u.access.Swap(nil)
+		}
 		u.modeSaved.Store(u.modeDefault.Load())
 		u.levelsSaved.Store(u.levelsDefault.Load())
 		u.tagsSaved.Store(nil)
@@ -167,8 +169,8 @@ func (u *Unit) ResetSettings() (changed bool, err error) {
 	if modes {
 		u.raise(condModeChanged, nil)
 	}
-	altered := access != nil && slices.ContainsFunc(slices.Collect(maps.Values(*access)), func(s accessState) bool {
-		return s != activeOptimized
+	altered := access != nil && slices.ContainsFunc(slices.Collect(maps.Values(*access)), func(s AccessState) bool {
+		return s != ActiveOptimized
 	})
 	if altered {
 		u.raise(condAccessChanged, nil)

@@ -94,11 +94,12 @@ const (
 	formats                         // a failed FORMAT UNIT is no obstacle
 	protects                        // with protection information, the CDB has a protect field in byte 1
 	formatsTypes                    // with protection information, the CDB has FMTPINFO
+	setsAccess                      // only where initiators set the states of target port groups
 )
 
 // Flags of several rows.
 const (
-	optional = thin | atomicWrite | removable | sanitizes // some units do not have these rows
+	optional = thin | atomicWrite | removable | sanitizes | setsAccess // some units do not have these rows
 	anyLUN   = absentLUN | keepAttention | anyPersistent | anyReserve
 	anyPR    = anyPersistent | anyReserve | inStandby
 )
@@ -220,7 +221,7 @@ var commands = slices.Concat([]command{
 	{0xa3, 0x0f, "REPORT TIMESTAMP", anyPersistent | anyReserve, "\x1f" + report12, phases{begin: reportTimestamp}},
 	{0xa4, 0x06, "SET IDENTIFYING INFORMATION", allData | changes, "\x1f" + identifying12,
 		phases{begin: beginSetIdentifying, consume: consumeSetIdentifying, end: endSetIdentifying}},
-	{0xa4, 0x0a, "SET TARGET PORT GROUPS", anyAccess | allData | changes, "\x1f" + report12,
+	{0xa4, 0x0a, "SET TARGET PORT GROUPS", anyAccess | allData | changes | setsAccess, "\x1f" + report12,
 		phases{begin: beginSetPortGroups, consume: consumeSetPortGroups}},
 	{0xa4, 0x0f, "SET TIMESTAMP", allData | changes, "\x1f" + report12,
 		phases{begin: beginSetTimestamp, consume: consumeSetTimestamp}},

@@ -572,7 +572,7 @@ func TestExtendedCopyBetweenTargets(t *testing.T) {
 		{"read only", func() { f.inv.SetMask(0, func(string) Access { return ReadOnly }) }, nil, failure, 0},
 		{"read and write", func() { f.inv.SetMask(0, nil) }, nil, 0, 0},
 		{"stopped", func() { f.unit.stopped.Store(true) }, func() { f.unit.stopped.Store(false) }, failure, failure},
-		{"standby", func() { f.unit.access.Store(&portGroups{1: standby}) }, func() { f.unit.access.Store(nil) }, failure, failure},
+		{"standby", func() { f.unit.access.Store(&portGroups{1: Standby}) }, func() { f.unit.access.Store(nil) }, failure, failure},
 		{"reserved by somebody else", func() {
 			for range 3 { // takes the attentions of the mask
 				f.run("00", nil)

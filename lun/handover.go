@@ -127,7 +127,7 @@ func (u *Unit) State() UnitState {
 	st.Clock = u.clock.Load().state()
 	st.Thresholds, st.Crossed = u.newThresholdsEntry(modes, levels(u.levels.Load())), u.crossed()
 	st.AppTags = newAppTagsEntry(modes, tagsOf(&u.tags))
-	if g := u.access.Load(); g != nil {
+	if g := u.access.Load(); g != nil && !u.opt.ImplicitAccess {
 		st.PortGroups = g.entries()
 	}
 	st.Identifying = u.identifying.Load()

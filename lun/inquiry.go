@@ -12,15 +12,16 @@ const (
 	typeDisk   = 0x00
 	absentUnit = 0x7f // PERIPHERAL QUALIFIER 011b, type 1fh
 
-	versionSPC4 = 0x06
-	hisup       = 0x10
-	dataFormat  = 0x02
-	cmdque      = 0x02
-	multip      = 0x10
-	rmb         = 0x80
-	tpgs        = 0x30 // implicit and explicit asymmetric access
-	threePC     = 0x08
-	protect     = 0x01
+	versionSPC4  = 0x06
+	hisup        = 0x10
+	dataFormat   = 0x02
+	cmdque       = 0x02
+	multip       = 0x10
+	rmb          = 0x80
+	tpgs         = 0x30 // implicit and explicit asymmetric access
+	tpgsExplicit = 0x20
+	threePC      = 0x08
+	protect      = 0x01
 )
 
 // versionDescriptors are SAM-5, SPC-4, SBC-3 and iSCSI; to the last, the
@@ -50,6 +51,9 @@ func inquiry(u *Unit, c *Command) bool {
 		b[1] = rmb
 	}
 	b[5], b[7] = tpgs|threePC, cmdque
+	if u.opt.ImplicitAccess {
+		b[5] &^= tpgsExplicit
+	}
 	if u.protection != protection.None {
 		b[5] |= protect
 	}

@@ -45,6 +45,7 @@ var (
 	condNotReadyStopped            = Sense{keyNotReady, 0x04, 0x02}      // INITIALIZING COMMAND REQUIRED
 	condBecomingReady              = Sense{keyNotReady, 0x04, 0x01}      // IN PROCESS OF BECOMING READY
 	condNoStore                    = Sense{keyNotReady, 0x04, 0x03}      // MANUAL INTERVENTION REQUIRED
+	condTransition                 = Sense{keyNotReady, 0x04, 0x0a}      // ASYMMETRIC ACCESS STATE TRANSITION
 	condStandby                    = Sense{keyNotReady, 0x04, 0x0b}      // TARGET PORT IN STANDBY STATE
 	condUnavailable                = Sense{keyNotReady, 0x04, 0x0c}      // TARGET PORT IN UNAVAILABLE STATE
 	condAccessChanged              = Sense{keyUnitAttention, 0x2a, 0x06} // ASYMMETRIC ACCESS STATE CHANGED
@@ -223,7 +224,7 @@ type storeErrorLog struct {
 }
 
 // notStoreErrors are errors of commands that no store began to execute.
-var notStoreErrors = []error{errAborted, errSanitizing, errErased, backend.ErrReadOnly, backend.ErrClosed, backend.ErrRange}
+var notStoreErrors = []error{errAborted, errSanitizing, errErased, backend.ErrReadOnly, backend.ErrClosed, backend.ErrMoved, backend.ErrRange}
 
 // storeFailed reports whether err came from a store that failed an operation.
 func storeFailed(err error) bool {
@@ -303,6 +304,8 @@ func (c *Command) writeSense(err error) senseData {
 		return newSense(condWriteProtected)
 	case errors.Is(err, backend.ErrUnsynced):
 		return newSense(condUnsynced)
+	case errors.Is(err, backend.ErrMoved):
+		return newSense(condTransition)
 	case errors.Is(err, backend.ErrClosed):
 		return newSense(c.unit.closed())
 	case errors.Is(err, backend.ErrRange):
@@ -328,6 +331,8 @@ func (c *Command) readDone(err error) bool {
 		return c.fail(condAborted)
 	case errors.Is(err, errSanitizing):
 		return c.failSense(c.unit.sanitizing())
+	case errors.Is(err, backend.ErrMoved):
+		return c.fail(condTransition)
 	case errors.Is(err, backend.ErrClosed):
 		return c.failClosed()
 	case errors.Is(err, backend.ErrRange):

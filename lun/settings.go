@@ -61,10 +61,10 @@ func (e settingsEntry) Check() error {
 	return nil
 }
 
-func (g portGroupEntry) state() (s accessState, ok bool) {
-	for i := range accessStates {
-		if accessStates[i].name == g.State {
-			return accessState(i), true
+func (g portGroupEntry) state() (s AccessState, ok bool) {
+	for s := ActiveOptimized; s <= Unavailable; s++ {
+		if s.String() == g.State {
+			return s, true
 		}
 	}
 	return 0, false
@@ -116,7 +116,7 @@ func (u *Unit) restoreSettings() error {
 	u.tags.Store(&tags)
 	u.useTags()
 	u.identifying.Store(u.kept.Identifying)
-	if len(u.kept.PortGroups) > 0 {
+	if len(u.kept.PortGroups) > 0 && !u.opt.ImplicitAccess {
 		set := portGroups{}
 		for _, g := range u.kept.PortGroups {
 			set[g.Tag], _ = g.state()

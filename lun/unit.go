@@ -29,9 +29,11 @@ type Options struct {
 	WriteThrough bool   // every write is durable before its status; initiators cannot change that
 	Removable    bool   // the medium can be ejected and loaded
 	Sanitize     bool   // initiators may erase the medium by SANITIZE
-	Vendor       string // T10 vendor identification, 8 characters; default ISERTGT
-	Product      string // 16 characters; default VIRTUAL-DISK
-	Revision     string // 4 characters; default 0001
+	// ImplicitAccess says that SetAccess sets the states of target port groups, not SET TARGET PORT GROUPS (SPC-4, section 5.11.2.7).
+	ImplicitAccess bool
+	Vendor         string // T10 vendor identification, 8 characters; default ISERTGT
+	Product        string // 16 characters; default VIRTUAL-DISK
+	Revision       string // 4 characters; default 0001
 	// Reservations keeps persistent reservations; nil: they do not survive a restart (PTPL_C 0).
 	Reservations *Reservations
 	// Settings keeps saved mode pages, the states of target port groups, and identifying
@@ -185,6 +187,7 @@ func New(s backend.Store, o Options) (*Unit, error) {
 		atomicWrite: info.AtomicWrite > 0,
 		removable:   o.Removable,
 		sanitizes:   o.Sanitize,
+		setsAccess:  !o.ImplicitAccess,
 	} {
 		if has {
 			u.has |= flag

@@ -461,6 +461,71 @@ func TestShutdown(t *testing.T) {
 	must(t, "ReadAt", store.ReadAt(make([]byte, 512), 0))
 }
 
+// A Store of an export that others may change after the connection does not connect again, and writes nothing twice. All that it has
+// answered is on stable storage.
+func TestOnce(t *testing.T) {
+	t.Run("contract", func(t *testing.T) {
+		backendtest.Run(t, func(t *testing.T) backend.Store {
+			return mustOpen(t, Config{URI: newServer(t, size).uri(), Once: true})
+		})
+	})
+	s, lost := newServer(t, size), make(chan error, 1)
+	store := mustOpen(t, Config{URI: s.uri(), Once: true, Lost: func(reason error) { lost <- reason }})
+	if store.Info().VolatileCache {
+		t.Error("the Store says that it has a cache")
+	}
+	must(t, "WriteAt", store.WriteAt(fill(512, 1), 0))
+	must(t, "Zero", store.Zero(512, 512))
+	must(t, "Discard", store.Discard(1024, 512))
+	s.set(func() {
+		if s.disk[0] != 1 || s.fua != 3 {
+			t.Errorf("the write is not on the disk, and %d requests of 3 had FUA", s.fua)
+		}
+		s.answers = func(uint16, int64, uint32) (uint32, bool) { return 0, true }
+	})
+	held := make(chan error, 1)
+	go func() { held <- store.WriteAt(fill(512, 2), 4096) }()
+	for {
+		core(store).mu.Lock()
+		n := len(core(store).pending)
+		core(store).mu.Unlock()
+		if n == 1 {
+			break
+		}
+		time.Sleep(time.Millisecond)
+	}
+	s.kill()
+	if err := <-held; !errors.Is(err, backend.ErrClosed) {
+		t.Errorf("the call in progress: %v", err)
+	}
+	if err := <-lost; err == nil {
+		t.Error("Lost was called without a reason")
+	}
+	s.answers = nil
+	s.start()
+	for what, err := range map[string]error{"WriteAt": store.WriteAt(fill(512, 3), 0), "ReadAt": store.ReadAt(make([]byte, 512), 0), "Sync": store.Sync()} {
+		if !errors.Is(err, backend.ErrClosed) {
+			t.Errorf("%s after the connection: %v", what, err)
+		}
+	}
+	if err := store.Close(); err == nil { // so that the export is fenced
+		t.Error("Close says that nothing is under way")
+	}
+	s.set(func() {
+		if s.disk[0] != 1 || s.cache[4096] != 0 {
+			t.Error("something was written again")
+		}
+	})
+	must(t, "Close", mustOpen(t, Config{URI: s.uri(), Once: true}).Close())
+	s.kill()
+	s.flags &^= flagSendFUA
+	s.start()
+	if _, err := Open(Config{URI: s.uri(), Once: true}); err == nil || !strings.Contains(err.Error(), "FUA") {
+		t.Errorf("Open without FUA: %v", err)
+	}
+	mustOpen(t, Config{URI: s.uri(), Once: true, Stable: true})
+}
+
 // Close without a server ends in bounded time. It says what is lost, if anything is.
 func TestCloseWithoutServer(t *testing.T) {
 	for name, dirty := range map[string]bool{"clean": false, "dirty": true} {

@@ -20,6 +20,11 @@ type Config struct {
 	URI       string // see nbduri.Parse
 	BlockSize uint32 // of the LUN, in bytes: 512 or 4096; 0: 512
 	ReadOnly  bool
+	// Once says that others may change the export after the connection is lost. So the Store does not connect again, nothing is written
+	// twice, and all calls fail with backend.ErrClosed from then on. Each write is on stable storage when it returns.
+	Once bool
+	// Stable says that the server answers a write only when it is on stable storage. It is used with Once.
+	Stable bool
 
 	// Ready returns when the server can be reached, or why it cannot. It is called before each attempt to connect again; nil: always.
 	Ready func(context.Context) error
@@ -140,6 +145,11 @@ func (c *Config) describe(e *export) (backend.Info, error) {
 	case !c.ReadOnly && e.flags&flagSendFlush == 0:
 		return i, errors.New("the server has no flush (NBD_FLAG_SEND_FLUSH), so data would be lost with it. Let it have one (flush = true of nbd-server), or set read_only: true")
 	}
+	if c.Once {
+		if i.VolatileCache = false; !c.ReadOnly && !c.Stable && e.flags&flagSendFUA == 0 {
+			return i, errors.New("the server has no FUA (NBD_FLAG_SEND_FUA), which LUNs need that gateways share")
+		}
+	}
 	if e.flags&flagSendWriteZeroes != 0 && !c.ReadOnly {
 		i.DiscardGranularity = max(block, min(e.preferred, 1<<20))
 	}
@@ -155,8 +165,14 @@ func (s *Store) run(ctx context.Context, c *conn) {
 		if ctx.Err() != nil {
 			return
 		}
+		if s.c.Once {
+			s.stop()
+		}
 		if s.c.Lost != nil {
 			s.c.Lost(err)
+		}
+		if s.c.Once {
+			return
 		}
 		received := s.reconnect(ctx)
 		if received == nil {
@@ -167,6 +183,17 @@ func (s *Store) run(ctx context.Context, c *conn) {
 		}
 		err = <-received
 	}
+}
+
+// stop ends all calls, because there will be no other connection.
+func (s *Store) stop() {
+	s.mu.Lock()
+	s.gaveUp = true
+	s.kept -= s.journal.discard()
+	s.room.Broadcast()
+	list := s.takePending()
+	s.mu.Unlock()
+	s.abort(list)
 }
 
 // lose notes that there is no connection for that reason.
@@ -585,7 +612,15 @@ func (s *Store) WriteAt(p []byte, off int64) error {
 		return err
 	}
 	defer s.leave()
-	return s.write(p, off, 0)
+	return s.write(p, off, s.always())
+}
+
+// always returns the flags of all changes.
+func (s *Store) always() uint16 {
+	if s.c.Once && !s.c.Stable {
+		return cmdFUA
+	}
+	return 0
 }
 
 // WriteDurable implements backend.Store.
@@ -637,7 +672,7 @@ func (s *Store) writeBlocks(p []byte, off int64, flags uint16) error {
 	for len(p) > 0 {
 		n := min(int64(len(p)), s.piece)
 		r := newRequest(cmdWrite, flags, off, n, p[:n])
-		if flags&cmdFUA == 0 || s.overwrites(off, n) {
+		if !s.c.Once && (flags&cmdFUA == 0 || s.overwrites(off, n)) {
 			s.keep(r)
 		}
 		err := s.do(r)
@@ -730,7 +765,7 @@ func (s *Store) erase(off, n int64, flags uint16) error {
 	if err := s.writeZeros(off, first-off); err != nil {
 		return err
 	}
-	if err := s.eraseBlocks(first, end, flags); err != nil {
+	if err := s.eraseBlocks(first, end, flags|s.always()); err != nil {
 		return err
 	}
 	return s.writeZeros(end, off+n-end)
@@ -740,7 +775,7 @@ func (s *Store) erase(off, n int64, flags uint16) error {
 func (s *Store) writeZeros(off, n int64) error {
 	for n > 0 {
 		m := min(n, maxPiece)
-		if err := s.write(zeros[:m], off, 0); err != nil {
+		if err := s.write(zeros[:m], off, s.always()); err != nil {
 			return err
 		}
 		off, n = off+m, n-m
@@ -882,7 +917,9 @@ func (s *Store) Close() error {
 	c := s.conn
 	if s.gaveUp {
 		err = nil
-		if s.left > 0 {
+		if s.c.Once {
+			err = fmt.Errorf("the connection is lost, and what was under way may still happen: %w", s.lost)
+		} else if s.left > 0 {
 			err = fmt.Errorf("%w: the NBD server cannot be reached, and has not flushed %d changes: %w", backend.ErrUnsynced, s.left, s.lost)
 		}
 	}

@@ -22,9 +22,13 @@ var errNoAnswer = errors.New("the Ceph cluster has not answered in time")
 
 // run runs rbd as the user of an image, and returns its output.
 func run(ctx context.Context, i *rbduri.Image, args ...string) ([]byte, error) {
+	return runProgram(ctx, i, clientProgram, args...)
+}
+
+func runProgram(ctx context.Context, i *rbduri.Image, program string, args ...string) ([]byte, error) {
 	ctx, cancel := context.WithTimeout(ctx, commandTime)
 	defer cancel()
-	cmd := exec.CommandContext(ctx, clientProgram, append(args, "--conf="+i.Conf, "--id="+i.User)...)
+	cmd := exec.CommandContext(ctx, program, append(args, "--conf="+i.Conf, "--id="+i.User)...)
 	cmd.Env = environment()
 	cmd.WaitDelay = time.Second
 	var errOut bytes.Buffer
@@ -34,13 +38,13 @@ func run(ctx context.Context, i *rbduri.Image, args ...string) ([]byte, error) {
 	case errors.Is(ctx.Err(), context.Canceled):
 		return nil, ctx.Err()
 	case ctx.Err() != nil:
-		return nil, fmt.Errorf("rbd %s: %w (%v)", args[0], errNoAnswer, commandTime)
+		return nil, fmt.Errorf("%s %s: %w (%v)", program, args[0], errNoAnswer, commandTime)
 	case errors.Is(err, exec.ErrNotFound):
 		return nil, fmt.Errorf("%w. apt-get install ceph-common", err)
 	case err != nil:
 		text := strings.TrimSpace(errOut.String())
 		text = text[strings.LastIndexByte(text, '\n')+1:]
-		return nil, fmt.Errorf("rbd %s: %w: %s", args[0], err, strings.TrimPrefix(text, "rbd: "))
+		return nil, fmt.Errorf("%s %s: %w: %s", program, args[0], err, strings.TrimPrefix(text, "rbd: "))
 	}
 	return out, nil
 }
@@ -56,14 +60,26 @@ func query(ctx context.Context, i *rbduri.Image, out any, args ...string) error 
 
 // watchers returns the clients that have the image open, like client.4123.
 func watchers(ctx context.Context, i *rbduri.Image) (list []string, err error) {
-	var status struct{ Watchers []struct{ Client uint64 } }
-	if err := query(ctx, i, &status, "status", i.String()); err != nil {
-		return nil, err
+	found, err := watching(ctx, i)
+	for _, w := range found {
+		list = append(list, w.name())
 	}
-	for _, w := range status.Watchers {
-		list = append(list, fmt.Sprintf("client.%d", w.Client))
-	}
-	return list, nil
+	return list, err
+}
+
+// A watcher is a client that has an image open.
+type watcher struct {
+	Client  uint64
+	Address string // as the blocklist of Ceph has it
+}
+
+func (w watcher) name() string { return fmt.Sprintf("client.%d", w.Client) }
+
+// watching returns the clients that have the image open.
+func watching(ctx context.Context, i *rbduri.Image) ([]watcher, error) {
+	var status struct{ Watchers []watcher }
+	err := query(ctx, i, &status, "status", i.String())
+	return status.Watchers, err
 }
 
 // breakLock removes the exclusive lock of one of these clients, none of which is alive. Ceph refuses all that they have under way then.

@@ -425,6 +425,9 @@ func (d *daemon) supervise(size func() int64) {
 			}
 			d.mu.Unlock()
 			d.fail(fmt.Errorf("%s ended (%v)%s", daemonProgram, p.cmd.ProcessState, p.words()))
+			if d.c.Shared {
+				return
+			}
 		}
 		select {
 		case <-d.ctx.Done():

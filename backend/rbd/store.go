@@ -23,6 +23,9 @@ type Config struct {
 	Size      int64  // bytes: a smaller image is enlarged, and a larger one refused; 0: the size of the image
 	BlockSize uint32 // of the LUN, in bytes: 512 or 4096; 0: 512
 	ReadOnly  bool
+	// Shared says that other gateways open the image, too, after this Store was fenced or has failed. So its daemon is not started
+	// again, and calls fail with backend.ErrClosed then: see nbd.Config.Once.
+	Shared bool
 	// Dir has the socket, and a file about the client of RBD, by which a process that follows this one after a kill finds it. Empty: a temporary
 	// directory, and no file.
 	Dir string
@@ -132,7 +135,7 @@ func open(c Config) (*Store, error) {
 		return c.Size
 	})
 	uri := url.URL{Scheme: "nbd+unix", Path: "/" + exportName, RawQuery: url.Values{"socket": {d.socket}}.Encode()}
-	inner, err := nbd.Open(nbd.Config{URI: uri.String(), BlockSize: c.BlockSize, ReadOnly: c.ReadOnly, Ready: d.wait, Lost: s.lost, Back: c.Back})
+	inner, err := nbd.Open(nbd.Config{URI: uri.String(), BlockSize: c.BlockSize, ReadOnly: c.ReadOnly, Once: c.Shared, Stable: true, Ready: d.wait, Lost: s.lost, Back: c.Back})
 	if err != nil {
 		close(opened)
 		d.end(endTime)
@@ -146,8 +149,12 @@ func open(c Config) (*Store, error) {
 // lost starts the daemon again if the cluster has put its client on the blocklist: it refuses all I/O then.
 func (s *Store) lost(reason error) {
 	if errors.Is(reason, nbd.ErrShutdown) {
-		reason = fmt.Errorf("the Ceph cluster refuses the client (blocklist), which is closed and opened again: %w", reason)
-		s.d.kill()
+		if s.d.c.Shared {
+			reason = fmt.Errorf("the Ceph cluster refuses the client (blocklist): %w", reason)
+		} else {
+			reason = fmt.Errorf("the Ceph cluster refuses the client (blocklist), which is closed and opened again: %w", reason)
+			s.d.kill()
+		}
 	}
 	if s.d.c.Lost != nil {
 		s.d.c.Lost(reason)

@@ -142,7 +142,7 @@ func wishOf(cfg *config.Config, path string) (*privilege.Wish, []string, error) 
 	}
 	w.Write = []string{cfg.StateDir, parent(path), parent(socket)}
 	w.Read = append(cfg.ServerPaths(), parent(program))
-	for _, f := range []string{cfg.Control.TLS.Cert, cfg.Control.TLS.Key, cfg.Control.TLS.ClientCA, cfg.Control.TLS.CRL} {
+	for _, f := range []string{cfg.Cluster.TLS.CA, cfg.Cluster.TLS.Cert, cfg.Cluster.TLS.Key, cfg.Cluster.FenceProgram, cfg.Control.TLS.Cert, cfg.Control.TLS.Key, cfg.Control.TLS.ClientCA, cfg.Control.TLS.CRL} {
 		w.Read = append(w.Read, parent(f))
 	}
 	for _, c := range cfg.WebConfigs() {

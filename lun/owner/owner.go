@@ -16,6 +16,7 @@
 package owner
 
 import (
+	"bytes"
 	"cmp"
 	"context"
 	"encoding/json"
@@ -33,9 +34,9 @@ import (
 
 // A Medium is what the LUNs are on. Its methods end with their context. They may be called for several LUNs at a time, but not for one.
 type Medium interface {
-	// Fence returns when the store of the LUN obeys no earlier opening any longer. last is the address of the latest one, or "" if its
-	// owner did not come so far to note that. It is not called if the latest owner has closed the store.
-	Fence(ctx context.Context, lun, last string) error
+	// Fence returns when the store of the LUN obeys no earlier opening any longer. gateway has opened it last, and address is that of the
+	// opening, or "" if its owner did not come so far to note that. It is not called if the latest owner has closed the store.
+	Fence(ctx context.Context, lun, gateway, address string) error
 	// Open opens the store. The address is what Fence of a later owner gets.
 	Open(ctx context.Context, lun string) (address string, err error)
 	// Close waits for the commands in progress and closes the store, to which nothing gets then, even if it fails. Without an
@@ -170,6 +171,7 @@ type Unit struct {
 
 	// guarded by g.mu:
 	left   bool      // see Gateway.Remove
+	again  bool      // see Reopen
 	owner  opening   // no Gateway: none
 	since  time.Time // when owner changed
 	busy   bool      // it is claimed, served or given back
@@ -185,6 +187,15 @@ func (u *Unit) Admits() bool { return u.admits.Load().isOpen() }
 // MayAnswer reports whether a command that was admitted may be answered as the store has answered it. Otherwise another gateway may have
 // the LUN already.
 func (u *Unit) MayAnswer() bool { return u.answers.Load().isOpen() }
+
+// Reopen makes the owner give the LUN up, so that whoever should have it, perhaps this gateway, opens its store again. It is for a store that
+// has failed.
+func (u *Unit) Reopen() {
+	u.g.mu.Lock()
+	defer u.g.mu.Unlock()
+	u.again = true
+	u.signal()
+}
 
 // Join makes a gateway known to the others. It returns at once: while the home does not answer, the gateway serves nothing.
 func Join(o Options) (*Gateway, error) {
@@ -448,6 +459,15 @@ func (g *Gateway) Drain(ctx context.Context) error {
 		case <-ctx.Done():
 			return fmt.Errorf("%d LUNs are not handed over: %w", n, context.Cause(ctx))
 		}
+	}
+}
+
+// SetNote changes Options.Note. The others learn it soon.
+func (g *Gateway) SetNote(note json.RawMessage) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if !bytes.Equal(g.o.Note, note) {
+		g.o.Note, g.stale = note, true
 	}
 }
 
@@ -815,7 +835,7 @@ func (u *Unit) run() {
 		if u.moves {
 			<-g.moves
 		}
-		u.busy, u.moves = false, false
+		u.busy, u.moves, u.again = false, false, false
 		failed := u.failed
 		if g.draining || g.term == nil {
 			g.announce()
@@ -1054,7 +1074,7 @@ func (u *Unit) open(t *term) (noted state.Revision, err error) {
 		if err := json.Unmarshal(v.Data, &last); err != nil {
 			return 0, fmt.Errorf("%s%s: %w", storeKey, u.name, err)
 		}
-		if err := g.o.Medium.Fence(t.ctx, u.name, last.Address); err != nil {
+		if err := g.o.Medium.Fence(t.ctx, u.name, last.Gateway, last.Address); err != nil {
 			return 0, &mediumError{fmt.Errorf("fencing %s: %w", last.Gateway, err)}
 		}
 	}
@@ -1094,7 +1114,7 @@ func (u *Unit) hold(t *term, revision state.Revision) (lost bool) {
 	for {
 		g.mu.Lock()
 		doubt := u.owner.Gateway != g.o.Name || g.known[ownerKey+u.name] != revision
-		away, wait := g.draining || u.left, time.Duration(-1)
+		away, wait := g.draining || u.left || u.again, time.Duration(-1)
 		switch {
 		case g.o.Failback < 0 || u.rank() == 0:
 			better = time.Time{}

@@ -50,7 +50,7 @@ func (d *disk) pass(ctx context.Context) error {
 	return nil
 }
 
-func (h *head) Fence(ctx context.Context, lun, last string) error {
+func (h *head) Fence(ctx context.Context, lun, gateway, last string) error {
 	if err := h.pass(ctx); err != nil {
 		return err
 	}
@@ -528,6 +528,24 @@ func TestHandover(t *testing.T) {
 			gr.Fatal(err)
 		}
 		gr.settle(time.Minute, want)
+	})
+}
+
+// A gateway whose store has failed opens it again, and the others need not know.
+func TestReopen(t *testing.T) {
+	bubble(t, 2, 4, nil, func(gr *group) {
+		gr.settle(time.Minute, best("ab"))
+		gr.fresh()
+		lun := gr.luns[0]
+		n := gr.nodes[map[string]int{"a": 0, "b": 1}[best("ab")(lun)]]
+		before := gr.disk.obeyed(lun)
+		n.g.Unit(lun).Reopen()
+		time.Sleep(2 * time.Second)
+		gr.settle(time.Second, best("ab"))
+		gr.longest(1500 * time.Millisecond)
+		if after := gr.disk.obeyed(lun); len(after) != 1 || slices.Equal(before, after) {
+			gr.Errorf("the disk obeys %v, and before %v", after, before)
+		}
 	})
 }
 

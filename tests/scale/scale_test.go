@@ -40,7 +40,7 @@ func wait(ctx context.Context, d time.Duration) error {
 	}
 }
 
-func (store) Fence(ctx context.Context, lun, last string) error {
+func (store) Fence(ctx context.Context, lun, gateway, address string) error {
 	return wait(ctx, 350*time.Millisecond)
 }
 func (store) Open(ctx context.Context, lun string) (string, error) {

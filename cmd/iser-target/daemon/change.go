@@ -266,7 +266,7 @@ func note(p *schema.Plan, volatile bool, notes []string) {
 // at the next start keep their values.
 func (c *change) effective() *config.Config {
 	cfg, old := *c.cfg, c.d.served.cfg
-	cfg.StateDir, cfg.Log.Format, cfg.Process = old.StateDir, old.Log.Format, old.Process
+	cfg.StateDir, cfg.Log.Format, cfg.Process, cfg.Cluster = old.StateDir, old.Log.Format, old.Process, old.Cluster
 	cfg.Control = old.Control
 	cfg.Control.Access, cfg.Control.Paths = c.cfg.Control.Access, c.cfg.Control.Paths
 	return &cfg

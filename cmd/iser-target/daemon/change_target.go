@@ -135,14 +135,14 @@ func (c *change) refreshPaths() error {
 				return err
 			}
 			c.onUndo(func() error {
-				t.inventory.SetPorts(was.PortalGroups...)
+				d.setPorts(t, was.PortalGroups)
 				return d.node.UpdateTarget(was)
 			})
 		}
 		if err := d.node.UpdateTarget(ic); err != nil {
 			return err
 		}
-		t.inventory.SetPorts(ic.PortalGroups...)
+		d.setPorts(t, ic.PortalGroups)
 	}
 	return nil
 }

@@ -69,9 +69,10 @@ type Options struct {
 	Successor func() (*exec.Cmd, error)
 
 	// For tests.
-	openStore func(*config.LUN) (backend.Store, error) // nil: openBackend
-	waits     waits                                    // zero: defaultWaits
-	ipsec     ipsecHooks                               // zero: defaultIPsecHooks
+	openStore func(*config.LUN) (backend.Store, error)    // nil: openBackend
+	openHome  func(*config.Cluster) (state.Lessor, error) // nil: openHome
+	waits     waits                                       // zero: defaultWaits
+	ipsec     ipsecHooks                                  // zero: defaultIPsecHooks
 }
 
 // A Daemon is a running target.
@@ -97,6 +98,7 @@ type Daemon struct {
 	net           network
 	ipsec         *protection
 	state         *stateFiles
+	group         *group // nil: the target is in no cluster
 	changes       changes
 	calls         calls
 	stores        *fair.Process // what the LUNs share to call their stores
@@ -124,6 +126,7 @@ type Daemon struct {
 	// let them fail.
 	before    func(what string) error
 	openStore func(*config.LUN) (backend.Store, error)
+	openHome  func(*config.Cluster) (state.Lessor, error)
 }
 
 // network is what connections need before they belong to a session.
@@ -180,6 +183,10 @@ func New(doc *config.Document, o Options) (*Daemon, error) {
 	d.openStore = o.openStore
 	if d.openStore == nil {
 		d.openStore = d.openBackend
+	}
+	d.openHome = o.openHome
+	if d.openHome == nil {
+		d.openHome = openHome
 	}
 	d.calls = calls{max: d.waits.calls, inProgress: map[callKey]*call{}}
 	d.changes.ended, d.changes.end = context.WithCancel(context.Background())
@@ -290,6 +297,9 @@ func (d *Daemon) open(control func(*Daemon) error) error {
 	if err := d.openState(cfg.StateDir); err != nil {
 		return err
 	}
+	if err := d.openGroup(cfg); err != nil {
+		return err
+	}
 	d.warnOfFreshState(cfg)
 	if err := d.adoptSerials(); err != nil {
 		return err
@@ -342,7 +352,7 @@ func (e *editor) startTargets() error {
 		c := &cfg.Targets[i]
 		e.listTarget(newTarget(c, cfg.TPGTs(c)))
 		for _, l := range c.LUNs {
-			if key := identityKey(c.Name, &l); l.Backend != "file" && l.Backend != "rbd" && d.state.ids.Lost(key) == nil {
+			if key := identityKey(c.Name, &l); l.Backend != "file" && l.Backend != "rbd" && !l.Shared && d.state.ids.Lost(key) == nil {
 				keys = append(keys, key)
 			}
 		}
@@ -428,6 +438,11 @@ func (d *Daemon) Run(ctx context.Context) error {
 	}
 	d.accepting.Store(true)
 	e.release()
+	if d.group != nil {
+		if err := d.group.join(); err != nil {
+			d.log.Error("the target cannot join its cluster", eventKey, "cluster", "reason", err)
+		}
+	}
 	for _, run := range d.continued {
 		d.net.wg.Go(run)
 	}
@@ -448,6 +463,9 @@ func (d *Daemon) Run(ctx context.Context) error {
 	how := d.awaitEnd(ctx)
 	if how.upgraded {
 		return cmp.Or(d.lost, ErrUpgraded)
+	}
+	if d.group != nil {
+		d.group.leave(context.Background()) // while sessions are there, so that initiators find the other paths
 	}
 	d.syncUnits()
 	if how.restart {

@@ -123,7 +123,7 @@ func (d *Daemon) syncUnits() {
 			return nil
 		}
 		err := d.calls.do(ctx, d.waits.sync, storeKey(r.t.name, &r.l.LUN), callSync, func(*call) error { return r.l.unit.Sync() }, nil)
-		if err != nil && !errors.Is(err, ErrStuck) && !errors.Is(err, backend.ErrClosed) {
+		if err != nil && !errors.Is(err, ErrStuck) && !errors.Is(err, backend.ErrClosed) && !errors.Is(err, backend.ErrMoved) {
 			d.log.Warn("store was not synchronized", eventKey, "service", "target", r.t.name, "lun", r.l.ID, "reason", err)
 		}
 		return nil

@@ -105,6 +105,9 @@ func (d *Daemon) findLost(target string, l *config.LUN) (found bool, err error) 
 
 // promise returns an identity for a LUN whose store is not open. One whose identity is damaged gets one for the moment.
 func (d *Daemon) promise(target string, l *config.LUN) (state.Identity, error) {
+	if l.Shared {
+		return sharedIdentity(l), nil
+	}
 	key := identityKey(target, l)
 	if d.state.ids.Lost(key) != nil {
 		return state.Ephemeral().Promise(key)

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"log/slog"
 	"os"
 	"path/filepath"
 	"reflect"
@@ -224,7 +225,11 @@ func (e *editor) readyOrNot(t *servedTarget, l config.LUN, fresh bool, c *call, 
 	if err != nil {
 		return nil, err
 	}
-	unit, err := lun.NewAbsent(uint32(l.BlockSize), d.unitOptions(&l, id))
+	absent := lun.NewAbsent
+	if errors.Is(reason, errNotOpened) { // it takes moments
+		absent = lun.NewOpening
+	}
+	unit, err := absent(uint32(l.BlockSize), d.unitOptions(&l, id))
 	if err != nil {
 		return nil, err
 	}
@@ -252,6 +257,14 @@ func (e *editor) opener(target string, l *config.LUN, fresh bool) func(*call) er
 // closeLUN closes the store of a LUN that initiators cannot reach. If that takes longer
 // than timeout, or ctx ends, the error is an ErrStuck, and whenClosed is called later.
 func (d *Daemon) closeLUN(ctx context.Context, timeout time.Duration, t *servedTarget, l *servedLUN, whenClosed func(error)) error {
+	if l.Shared {
+		ctx, cancel := context.WithTimeout(ctx, timeout)
+		err := d.group.forget(ctx, &l.LUN)
+		cancel()
+		if err != nil {
+			return fmt.Errorf("%w: %w", ErrStuck, err)
+		}
+	}
 	if c := l.attempt; c != nil { // closes what it opens, if it ever does
 		if err := c.wait(ctx, 0); errors.Is(err, ErrStuck) && c.abandon(func(err error) {
 			if err == nil {
@@ -279,6 +292,9 @@ func (d *Daemon) closeLUN(ctx context.Context, timeout time.Duration, t *servedT
 // identity is stored after its file is created: a crash in between neither leaves a file
 // that was never created as missing, nor gives a new disk the identity of an old one.
 func (d *Daemon) openUnit(target string, l *config.LUN, fresh bool, open func(*config.LUN) (backend.Store, error), isAbandoned func() bool) (*lun.Unit, error) {
+	if l.Shared {
+		return d.group.openShared(target, l, isAbandoned)
+	}
 	found, err := d.findLost(target, l)
 	if err != nil {
 		return nil, err
@@ -388,7 +404,7 @@ func (d *Daemon) unitOptions(l *config.LUN, id state.Identity) lun.Options {
 	}
 	return lun.Options{
 		Serial: l.Serial, NAA: naa, Vendor: l.Vendor, Product: l.Product,
-		Identity: id, ReadOnly: l.ReadOnly, WriteThrough: l.WriteThrough, Removable: l.Removable, Sanitize: l.Sanitize,
+		Identity: id, ImplicitAccess: l.Shared, ReadOnly: l.ReadOnly, WriteThrough: l.WriteThrough, Removable: l.Removable, Sanitize: l.Sanitize,
 		ThresholdAvailable: int64(l.ThresholdAvailable), ThresholdUsed: int64(l.ThresholdUsed),
 		Reservations: d.state.reservations, Settings: d.state.settings, Sanitizations: d.state.sanitizations, SyncFailures: d.state.failures, Events: d.report,
 		Calls: d.stores, Tokens: d.tokens, Name: fmt.Sprintf("LUN %d, naa %s", l.ID, id.Serial),
@@ -419,11 +435,19 @@ func (d *Daemon) openBackend(l *config.LUN) (s backend.Store, err error) {
 func (d *Daemon) nbdConfig(l *config.LUN) nbd.Config {
 	log := d.log.With(eventKey, "lun", "lun", l.ID, "path", l.Path)
 	return nbd.Config{
-		URI: l.Path, BlockSize: uint32(l.BlockSize), ReadOnly: l.ReadOnly,
-		Lost: func(reason error) { log.Error("NBD server does not answer, and commands wait", "reason", reason) },
+		URI: l.Path, BlockSize: uint32(l.BlockSize), ReadOnly: l.ReadOnly, Once: l.Shared,
+		Lost: func(reason error) { d.storeLost(log, l, "NBD server does not answer, and commands wait", reason) },
 		Back: func(after time.Duration) {
 			log.Info("NBD server answers again", "after", after.Round(time.Millisecond))
 		},
+	}
+}
+
+// storeLost logs that a store has no server. That of a shared LUN is opened again.
+func (d *Daemon) storeLost(log *slog.Logger, l *config.LUN, text string, reason error) {
+	log.Error(text, "reason", reason)
+	if l.Shared {
+		d.group.lost(l)
 	}
 }
 
@@ -432,8 +456,9 @@ func (d *Daemon) rbdConfig(l *config.LUN) rbd.Config {
 	log := d.log.With(eventKey, "lun", "lun", l.ID, "path", l.Path)
 	return rbd.Config{
 		URI: l.Path, Size: int64(l.Size), BlockSize: uint32(l.BlockSize), ReadOnly: l.ReadOnly, Dir: d.state.dir,
-		Said: func(line string) { log.Warn("message about the daemon of an RBD image", "text", line) },
-		Lost: func(reason error) { log.Error("RBD image cannot be reached, and commands wait", "reason", reason) },
+		Said:   func(line string) { log.Warn("message about the daemon of an RBD image", "text", line) },
+		Shared: l.Shared,
+		Lost:   func(reason error) { d.storeLost(log, l, "RBD image cannot be reached, and commands wait", reason) },
 		Back: func(after time.Duration) {
 			log.Info("RBD image can be reached again", "after", after.Round(time.Millisecond))
 		},
@@ -489,6 +514,9 @@ func (d *Daemon) closeUnits() error {
 		}
 		return fmt.Errorf("LUN %d of %s: %w", r.l.ID, r.t.name, err)
 	})
+	if d.group != nil {
+		failed = errors.Join(failed, d.group.close())
+	}
 	err := d.calls.do(context.Background(), stateTime, "state_dir", callClose, func(*call) error { return d.state.close() }, nil)
 	if errors.Is(err, ErrStuck) {
 		err = fmt.Errorf("state_dir: %w", err)

@@ -46,6 +46,7 @@ type upgrade struct {
 	link        *handover.Link
 	hello       handover.Message // of the new process
 	doc         *config.Document // that both have
+	left        bool             // the daemon has left its cluster
 	detached    bool             // the driver of IPsec has left what it installed
 	luns        []watched        // that are ready
 	memory      map[*lun.Unit]memoryFiles
@@ -130,6 +131,10 @@ func (u *upgrade) run(ctx context.Context) error {
 	}
 	if err := u.start(ctx); err != nil {
 		return err
+	}
+	if u.d.group != nil { // the others serve the shared LUNs until the new process has joined them
+		u.d.group.leave(ctx)
+		u.left = true
 	}
 	if err := u.copyMemory(); err != nil { // most of it, while initiators are served
 		return err
@@ -507,6 +512,11 @@ func (u *upgrade) undo() {
 	}
 	if u.editor != nil {
 		u.editor.release()
+	}
+	if u.left {
+		if err := u.d.group.join(); err != nil {
+			u.d.log.Error("the target cannot join its cluster", eventKey, "cluster", "reason", err)
+		}
 	}
 }
 

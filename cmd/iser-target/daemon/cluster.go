@@ -1,0 +1,828 @@
+package daemon
+
+import (
+	"cmp"
+	"context"
+	"crypto/sha256"
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"os/exec"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/backend/gated"
+	"github.com/iser-target/iser-target/backend/rbd"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
+	"github.com/iser-target/iser-target/config"
+	"github.com/iser-target/iser-target/lun"
+	"github.com/iser-target/iser-target/lun/owner"
+	"github.com/iser-target/iser-target/lun/state"
+	"github.com/iser-target/iser-target/lun/state/etcd"
+)
+
+// A group is what the daemon has to do with the cluster of its configuration. It opens the store of a shared LUN when the gateway becomes
+// its owner (it is the owner.Medium), and closes it afterwards. The logical unit stays all the time, over a gated.Store, as soon as
+// any gateway has noted what the medium is like.
+type group struct {
+	d    *Daemon
+	c    config.Cluster
+	home state.Lessor
+	ctx  context.Context // ends with close
+	end  context.CancelFunc
+	done sync.WaitGroup
+	news chan struct{} // has room for one: owners or gateways may have changed
+
+	mu     sync.Mutex // guards the fields below; not held during a call of a store or of the home
+	gw     *owner.Gateway
+	luns   map[string]*sharedLUN // by the serial of the identity
+	media  map[string]noted      // the same, also of LUNs that this gateway does not have
+	own    map[string][]uint16   // tags of the portal groups that lead to each target
+	others map[string][]uint16   // those of other gateways
+	wake   chan struct{}         // closed when media have changed
+}
+
+// A noted medium is what the home has of it.
+type noted struct {
+	info     backend.Info
+	revision state.Revision
+}
+
+// Keys of the home besides those of package owner.
+const mediumKey = "media/"
+
+const (
+	// joinTime is how long the start waits for etcd.
+	joinTime = 3 * time.Second
+	// firstOpen is how long a change waits for the first gateway that opens a shared LUN.
+	firstOpen = 15 * time.Second
+	// handTime is how long a gateway that ends waits for others to take its LUNs.
+	handTime = 10 * time.Second
+	// fenceTime bounds a fence program.
+	fenceTime = 30 * time.Second
+)
+
+// A sharedLUN is a LUN that gateways share.
+type sharedLUN struct {
+	target string
+	cfg    config.LUN
+	gate   lateGate
+
+	// guarded by group.mu:
+	unit   *lun.Unit
+	store  *gated.Store  // of unit
+	medium backend.Store // nil: not open here
+	closed chan struct{} // closed when the medium before is
+}
+
+// A lateGate is that of an owner.Unit, as soon as there is one.
+type lateGate struct{ unit atomic.Pointer[owner.Unit] }
+
+// Admits implements gated.Gate.
+func (g *lateGate) Admits() bool {
+	u := g.unit.Load()
+	return u != nil && u.Admits()
+}
+
+// MayAnswer implements gated.Gate.
+func (g *lateGate) MayAnswer() bool {
+	u := g.unit.Load()
+	return u != nil && u.MayAnswer()
+}
+
+// sharedIdentity returns the identity of a LUN that gateways share, which follows from its NAA so that it is the same on all of them.
+func sharedIdentity(l *config.LUN) (id state.Identity) {
+	naa, _ := config.ParseNAA(l.NAA) // the configuration is valid
+	if len(naa) != len(id.NAA) || naa[0]>>4 != 3 {
+		sum := sha256.Sum256(naa)
+		naa = sum[:len(id.NAA)]
+		naa[0] = naa[0]&0x0f | 0x30
+	}
+	copy(id.NAA[:], naa)
+	id.Serial = hex.EncodeToString(id.NAA[:])
+	return id
+}
+
+// A gatewayNote is what a gateway tells the others.
+type gatewayNote struct {
+	Version string              `json:"version"`
+	Tags    map[string][]uint16 `json:"tags"` // of the portal groups that lead to each target
+}
+
+// openGroup connects to etcd. It waits for an answer for a short time only.
+func (d *Daemon) openGroup(cfg *config.Config) error {
+	if cfg.Cluster.Name == "" {
+		return nil
+	}
+	home, err := d.openHome(&cfg.Cluster)
+	if err != nil {
+		return fmt.Errorf("cluster: %w", err)
+	}
+	g := &group{d: d, c: cfg.Cluster, home: home, news: make(chan struct{}, 1), luns: map[string]*sharedLUN{}, media: map[string]noted{},
+		others: map[string][]uint16{}, wake: make(chan struct{})}
+	g.ctx, g.end = context.WithCancel(context.Background())
+	g.own = targetTags(cfg)
+	ctx, cancel := context.WithTimeout(g.ctx, joinTime)
+	defer cancel()
+	if list, err := home.List(ctx, mediumKey); err != nil {
+		d.log.Error("etcd does not answer: shared LUNs are not ready", eventKey, "cluster", "reason", err)
+	} else {
+		for _, v := range list {
+			g.learnMedium(v)
+		}
+	}
+	g.done.Go(g.followMedia)
+	d.group = g
+	return nil
+}
+
+// openHome returns the home of the group in etcd.
+func openHome(c *config.Cluster) (state.Lessor, error) {
+	o := etcd.Config{Endpoints: c.Etcd, Prefix: c.Prefix}
+	if strings.HasPrefix(c.Etcd[0], "https:") {
+		o.TLS = &tls.Config{MinVersion: tls.VersionTLS12}
+		if f := c.TLS.CA; f != "" {
+			pem, err := os.ReadFile(f)
+			if err != nil {
+				return nil, fmt.Errorf("tls.ca: %w", err)
+			}
+			if o.TLS.RootCAs = x509.NewCertPool(); !o.TLS.RootCAs.AppendCertsFromPEM(pem) {
+				return nil, fmt.Errorf("tls.ca: %s has no certificate in PEM", f)
+			}
+		}
+		if c.TLS.Cert != "" {
+			cert, err := tls.LoadX509KeyPair(c.TLS.Cert, c.TLS.Key)
+			if err != nil {
+				return nil, fmt.Errorf("tls.cert: %w", err)
+			}
+			o.TLS.Certificates = []tls.Certificate{cert}
+		}
+	}
+	return etcd.Open(o)
+}
+
+// followMedia learns what media are like, until the group is closed.
+func (g *group) followMedia() {
+	for g.ctx.Err() == nil {
+		ctx, cancel := context.WithCancel(g.ctx)
+		values, err := g.home.Watch(ctx, mediumKey)
+		if err == nil {
+			var list []state.Value
+			if list, err = g.home.List(ctx, mediumKey); err == nil {
+				for _, v := range list {
+					g.learnMedium(v)
+				}
+				for v := range values {
+					g.learnMedium(v)
+				}
+			}
+		}
+		cancel()
+		select {
+		case <-g.ctx.Done():
+		case <-time.After(time.Second):
+		}
+	}
+}
+
+// learnMedium notes what a medium is like, and adopts its size where it is not open.
+func (g *group) learnMedium(v state.Value) {
+	var info backend.Info
+	if v.Data == nil || json.Unmarshal(v.Data, &info) != nil || info.Validate() != nil {
+		return
+	}
+	serial := strings.TrimPrefix(v.Key, mediumKey)
+	g.mu.Lock()
+	if v.Revision <= g.media[serial].revision {
+		g.mu.Unlock()
+		return
+	}
+	g.media[serial] = noted{info, v.Revision}
+	close(g.wake)
+	g.wake = make(chan struct{})
+	l := g.luns[serial]
+	var unit *lun.Unit
+	if l != nil && l.store != nil && l.medium == nil {
+		l.store.SetSize(info.Size)
+		unit = l.unit
+	}
+	g.mu.Unlock()
+	if unit != nil {
+		unit.AdoptSize()
+	}
+}
+
+var errNotOpened = errors.New("no gateway of the cluster has opened the medium yet")
+
+var errNotJoined = errors.New("the target is in no cluster before its next start, so that the LUN is not ready")
+
+// openShared makes the logical unit of a shared LUN. It waits until a gateway has opened its medium for the first time, if this one has
+// joined the others.
+func (g *group) openShared(target string, c *config.LUN, isAbandoned func() bool) (*lun.Unit, error) {
+	if g == nil {
+		return nil, errNotJoined
+	}
+	id := sharedIdentity(c)
+	g.mu.Lock()
+	l := g.luns[id.Serial]
+	if l == nil {
+		l = &sharedLUN{target: target, cfg: *c, closed: make(chan struct{})}
+		close(l.closed)
+		g.luns[id.Serial] = l
+		if err := g.add(id.Serial, l); err != nil {
+			delete(g.luns, id.Serial)
+			g.mu.Unlock()
+			return nil, err
+		}
+	}
+	for end := time.Now().Add(firstOpen); ; {
+		medium, known := g.media[id.Serial]
+		if known {
+			unit, err := g.makeUnit(l, medium.info, id)
+			g.mu.Unlock()
+			g.nudge()
+			return unit, err
+		}
+		wake, joined := g.wake, g.gw != nil
+		g.mu.Unlock()
+		if left := time.Until(end); !joined || left <= 0 {
+			return nil, errNotOpened
+		}
+		select {
+		case <-wake:
+		case <-time.After(100 * time.Millisecond):
+			if isAbandoned() {
+				return nil, errAbandoned
+			}
+		case <-g.ctx.Done():
+			return nil, errNotOpened
+		}
+		g.mu.Lock()
+	}
+}
+
+// makeUnit makes the logical unit of l. g.mu is held.
+func (g *group) makeUnit(l *sharedLUN, info backend.Info, id state.Identity) (*lun.Unit, error) {
+	store := gated.New(info, &l.gate)
+	unit, err := g.d.newUnit(store, &l.cfg, id)
+	if err != nil {
+		return nil, err
+	}
+	unit.SetAccess(g.access(id.Serial, l))
+	if l.medium != nil {
+		if err := store.Adopt(l.medium); err != nil {
+			return nil, err
+		}
+	}
+	l.unit, l.store = unit, store
+	return unit, nil
+}
+
+// add gives the gateway a part in l. g.mu is held.
+func (g *group) add(serial string, l *sharedLUN) error {
+	if g.gw == nil {
+		return nil // join does it
+	}
+	u, err := g.gw.Add(serial)
+	if err == nil {
+		l.gate.unit.Store(u)
+	}
+	return err
+}
+
+// forget ends the part of the gateway in a LUN, after others have taken it over if they can.
+func (g *group) forget(ctx context.Context, c *config.LUN) error {
+	if g == nil {
+		return nil
+	}
+	serial := sharedIdentity(c).Serial
+	g.mu.Lock()
+	gw, l := g.gw, g.luns[serial]
+	g.mu.Unlock()
+	if l == nil {
+		return nil
+	}
+	var err error
+	if gw != nil {
+		err = gw.Remove(ctx, serial)
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if err == nil && g.luns[serial] == l {
+		delete(g.luns, serial)
+	}
+	return err
+}
+
+// join makes the gateway known to the others, and begins to claim LUNs.
+func (g *group) join() error {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	gw, err := owner.Join(owner.Options{
+		Name: g.c.Name, Home: g.home, Medium: g, TTL: g.c.Lease, Failback: cmp.Or(g.c.Failback, time.Millisecond), Note: g.note(),
+		News: g.nudge, Changed: g.changed,
+	})
+	if err != nil {
+		return fmt.Errorf("cluster: %w", err)
+	}
+	g.gw = gw
+	for serial, l := range g.luns {
+		if err := g.add(serial, l); err != nil {
+			return err
+		}
+	}
+	g.done.Go(g.follow)
+	return nil
+}
+
+// note returns what this gateway tells the others. g.mu is held.
+func (g *group) note() json.RawMessage {
+	text, err := json.Marshal(gatewayNote{g.d.version, g.own})
+	if err != nil {
+		panic(err) // cannot happen: strings and numbers
+	}
+	return text
+}
+
+// targetTags returns the tags of the portal groups that lead to each target.
+func targetTags(cfg *config.Config) map[string][]uint16 {
+	tags := map[string][]uint16{}
+	for i := range cfg.Targets {
+		tags[cfg.Targets[i].Name] = cfg.TPGTs(&cfg.Targets[i])
+	}
+	return tags
+}
+
+// leave hands the LUNs over to the other gateways, as far as they take them within the time, and leaves the group. join may follow.
+func (g *group) leave(ctx context.Context) {
+	g.mu.Lock()
+	gw := g.gw
+	g.mu.Unlock()
+	if gw == nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, handTime)
+	defer cancel()
+	if err := gw.Drain(ctx); err != nil {
+		g.d.log.Warn("LUNs are not handed over", eventKey, "cluster", "reason", err)
+	}
+	gw.Close()
+	g.mu.Lock()
+	g.gw = nil
+	for _, l := range g.luns {
+		l.gate.unit.Store(nil)
+	}
+	g.mu.Unlock()
+	g.nudge()
+}
+
+// close ends the group, after leave.
+func (g *group) close() error {
+	g.end()
+	g.done.Wait()
+	return g.home.Close()
+}
+
+// nudge wakes follow. It does not wait.
+func (g *group) nudge() {
+	select {
+	case g.news <- struct{}{}:
+	default:
+	}
+}
+
+// changed is owner.Options.Changed.
+func (g *group) changed(serial string, serves bool, reason error) {
+	g.mu.Lock()
+	l := g.luns[serial]
+	g.mu.Unlock()
+	g.nudge()
+	if l == nil {
+		return
+	}
+	log := g.d.log.With(eventKey, "cluster", "target", l.target, "lun", l.cfg.ID)
+	switch {
+	case serves:
+		log.Info("shared LUN is served here")
+	case reason != nil:
+		log.Error("shared LUN is not served here", "reason", reason)
+	default:
+		log.Info("shared LUN is not served here any longer")
+	}
+}
+
+// follow tells the initiators through which target ports the LUNs are served, whenever that has changed, until the group is closed.
+func (g *group) follow() {
+	told, tick := "", time.NewTicker(time.Second) // the configuration may have changed, and the lease may be late
+	defer tick.Stop()
+	for {
+		select {
+		case <-g.ctx.Done():
+			return
+		case <-g.news:
+		case <-tick.C:
+		}
+		var own map[string][]uint16
+		g.d.locked(func() { own = targetTags(g.d.served.cfg) })
+		g.mu.Lock()
+		if g.gw == nil {
+			g.mu.Unlock()
+			return
+		}
+		g.own = own
+		g.gw.SetNote(g.note())
+		conflict := g.learnTags()
+		units := map[*lun.Unit]map[uint16]lun.AccessState{}
+		for serial, l := range g.luns {
+			if l.unit != nil {
+				units[l.unit] = g.access(serial, l)
+			}
+		}
+		g.mu.Unlock()
+		if conflict != told && conflict != "" {
+			g.d.log.Error("gateways share portal groups", eventKey, "cluster", "reason", conflict)
+		}
+		told = conflict
+		g.d.locked(func() {
+			for _, t := range g.d.served.targets {
+				if c := targetOf(g.d.served.cfg, t.name); c != nil {
+					g.d.setPorts(t, g.d.served.cfg.TPGTs(c))
+				}
+			}
+		})
+		for u, states := range units {
+			u.SetAccess(states)
+		}
+	}
+}
+
+// learnTags notes the portal groups of the other gateways. It returns what is wrong with them, or "". g.mu is held.
+func (g *group) learnTags() (conflict string) {
+	clear(g.others)
+	for _, m := range g.gw.Members() {
+		if m.Name == g.c.Name {
+			continue
+		}
+		for target, tags := range tagsOf(m) {
+			for _, tag := range tags {
+				if slices.Contains(g.own[target], tag) {
+					conflict = fmt.Sprintf("portal group %d of %s is one of gateway %s, too. Give the portals of each gateway tags of their own (tpgt)", tag, target, m.Name)
+				}
+			}
+			g.others[target] = append(g.others[target], tags...)
+		}
+	}
+	return conflict
+}
+
+func tagsOf(m owner.Member) map[string][]uint16 {
+	var n gatewayNote
+	_ = json.Unmarshal(m.Note, &n) // of another version: it has no paths that this one knows
+	return n.Tags
+}
+
+// setPorts makes the inventory of t know all portal groups that lead to it, also those of other gateways.
+func (d *Daemon) setPorts(t *servedTarget, own []uint16) {
+	all := own
+	if g := d.group; g != nil {
+		g.mu.Lock()
+		all = slices.Concat(own, g.others[t.name])
+		g.mu.Unlock()
+	}
+	t.inventory.SetPorts(all...)
+}
+
+// access returns the states of all portal groups that lead to l. g.mu is held.
+func (g *group) access(serial string, l *sharedLUN) map[uint16]lun.AccessState {
+	states := map[uint16]lun.AccessState{}
+	if g.gw == nil {
+		for _, tag := range g.own[l.target] {
+			states[tag] = lun.Transitioning
+		}
+		return states
+	}
+	has := g.gw.Owner(serial)
+	for _, m := range g.gw.Members() {
+		at := lun.Standby
+		switch {
+		case has == "", m.Name == g.c.Name && m.Name == has && !l.gate.Admits():
+			at = lun.Transitioning
+		case m.Name == has:
+			at = lun.ActiveOptimized
+		}
+		for _, tag := range tagsOf(m)[l.target] {
+			states[tag] = at
+		}
+	}
+	for _, tag := range g.own[l.target] { // also before the gateway knows of itself
+		if _, ok := states[tag]; !ok {
+			states[tag] = lun.Transitioning
+		}
+	}
+	return states
+}
+
+// find returns a LUN of the group.
+func (g *group) find(serial string) (*sharedLUN, error) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	l := g.luns[serial]
+	if l == nil {
+		return nil, fmt.Errorf("LUN %s: %w", serial, ErrNotFound)
+	}
+	return l, nil
+}
+
+// boundBy calls f, and stops waiting for it when ctx ends; late is called then when f is back.
+func boundBy(ctx context.Context, f func() error, late func(error)) error {
+	done := make(chan error, 1)
+	go func() { done <- f() }()
+	select {
+	case err := <-done:
+		return err
+	case <-ctx.Done():
+		go func() { late(<-done) }()
+		return context.Cause(ctx)
+	}
+}
+
+// Fence implements owner.Medium.
+func (g *group) Fence(ctx context.Context, serial, gateway, address string) error {
+	l, err := g.find(serial)
+	if err != nil {
+		return err
+	}
+	g.d.log.Warn("the last opening of a shared LUN is fenced", eventKey, "cluster", "target", l.target, "lun", l.cfg.ID, "gateway", gateway, "client", address)
+	switch {
+	case l.cfg.Backend == "rbd":
+		return rbd.Fence(ctx, l.cfg.Path, address)
+	case gateway == g.c.Name: // the process before, which has ended
+		return nil
+	}
+	return g.runFence(ctx, l, gateway)
+}
+
+// runFence runs the fence program.
+func (g *group) runFence(ctx context.Context, l *sharedLUN, gateway string) error {
+	ctx, cancel := context.WithTimeout(ctx, fenceTime)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, g.c.FenceProgram, l.cfg.Path, gateway)
+	cmd.WaitDelay = time.Second
+	out, err := cmd.CombinedOutput()
+	if err == nil {
+		return nil
+	}
+	if ctx.Err() != nil {
+		err = context.Cause(ctx)
+	}
+	text := strings.TrimSpace(string(out))
+	text = text[strings.LastIndexByte(text, '\n')+1:]
+	return fmt.Errorf("fence_program %s: %w: %.300s", g.c.FenceProgram, err, text)
+}
+
+// An addressed store knows how a later owner can fence it.
+type addressed interface {
+	Address(context.Context) (string, error)
+}
+
+// Open implements owner.Medium.
+func (g *group) Open(ctx context.Context, serial string) (address string, err error) {
+	l, err := g.find(serial)
+	if err != nil {
+		return "", err
+	}
+	g.mu.Lock()
+	closed := l.closed
+	g.mu.Unlock()
+	select {
+	case <-closed:
+	case <-ctx.Done():
+		return "", context.Cause(ctx)
+	}
+	var medium backend.Store
+	err = boundBy(ctx, func() (err error) {
+		if l.cfg.Backend == "rbd" && l.cfg.Size > 0 && !l.cfg.ReadOnly {
+			if _, err := rbd.Create(l.cfg.Path, int64(l.cfg.Size)); err != nil {
+				return err
+			}
+		}
+		medium, err = g.d.openStore(&l.cfg)
+		return err
+	}, func(err error) {
+		if err == nil {
+			medium.Close()
+		}
+	})
+	if err != nil {
+		return "", err
+	}
+	if a, ok := medium.(addressed); ok {
+		address, err = a.Address(ctx)
+	}
+	if err == nil {
+		err = g.noteMedium(ctx, serial, medium.Info())
+	}
+	if err == nil {
+		err = g.adopt(l, medium)
+	}
+	if err != nil {
+		return "", errors.Join(err, boundBy(ctx, medium.Close, func(error) {}))
+	}
+	return address, nil
+}
+
+// adopt puts an open medium below the unit, if there is one already.
+func (g *group) adopt(l *sharedLUN, medium backend.Store) error {
+	g.mu.Lock()
+	unit := l.unit
+	if unit != nil {
+		if err := l.store.Adopt(medium); err != nil {
+			g.mu.Unlock()
+			return err
+		}
+	}
+	l.medium = medium
+	g.mu.Unlock()
+	if unit != nil {
+		unit.AdoptSize()
+		return nil
+	}
+	g.d.locked(func() { // the next tick opens it
+		if t := g.d.served.target(l.target); t != nil && t.luns[l.cfg.ID] != nil {
+			t.luns[l.cfg.ID].retryAt = time.Time{}
+		}
+	})
+	return nil
+}
+
+// noteMedium tells all gateways what a medium is like, if that is news.
+func (g *group) noteMedium(ctx context.Context, serial string, info backend.Info) error {
+	g.mu.Lock()
+	was := g.media[serial]
+	g.mu.Unlock()
+	if was.info == info {
+		return nil
+	}
+	data, err := json.Marshal(info)
+	if err != nil {
+		return err
+	}
+	for {
+		v, err := g.home.Get(ctx, mediumKey+serial)
+		if err != nil {
+			return err
+		}
+		revision, err := g.home.Put(ctx, mediumKey+serial, data, v.Revision)
+		if errors.Is(err, state.ErrConflict) {
+			continue // of an owner that was too late
+		}
+		if err == nil {
+			g.learnMedium(state.Value{Key: mediumKey + serial, Data: data, Revision: revision})
+		}
+		return err
+	}
+}
+
+// Close implements owner.Medium.
+func (g *group) Close(ctx context.Context, serial string) error {
+	l, err := g.find(serial)
+	if err != nil {
+		return err
+	}
+	g.mu.Lock()
+	medium, store, unit := l.medium, l.store, l.unit
+	closed := make(chan struct{})
+	l.medium, l.closed = nil, closed
+	g.mu.Unlock()
+	if medium == nil {
+		close(closed)
+		return nil
+	}
+	return boundBy(ctx, func() error {
+		defer close(closed)
+		if unit == nil {
+			return medium.Close()
+		}
+		unit.Moved()
+		err := store.Release()
+		unit.AdoptSize() // what is known is that of the medium when it was closed
+		return err
+	}, func(err error) {
+		if err != nil {
+			g.d.log.Warn(lateAnswer, "target", l.target, "lun", l.cfg.ID, "reason", err)
+		}
+	})
+}
+
+// lost says that the store of a shared LUN has failed for good.
+func (g *group) lost(c *config.LUN) {
+	g.mu.Lock()
+	l := g.luns[sharedIdentity(c).Serial]
+	g.mu.Unlock()
+	if l != nil {
+		if u := l.gate.unit.Load(); u != nil {
+			u.Reopen()
+		}
+	}
+}
+
+var errNoCluster = errors.New("the target is in no cluster. Set cluster.name and cluster.etcd in its configuration file, and start it again")
+
+// gateway returns the gateway of the group, or an error that says why there is none.
+func (d *Daemon) gateway() (*group, *owner.Gateway, error) {
+	g := d.group
+	if g == nil {
+		return nil, nil, errNoCluster
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.gw == nil {
+		return nil, nil, errors.New("the target has left its cluster, or has not joined it yet")
+	}
+	return g, g.gw, nil
+}
+
+// Cluster returns the state of the group that the target is in.
+func (d *Daemon) Cluster() (*schema.ClusterState, error) {
+	g, gw, err := d.gateway()
+	if err != nil {
+		return nil, err
+	}
+	st := &schema.ClusterState{Name: g.c.Name, Gateways: []schema.GatewayState{}, LUNs: []schema.SharedLUNState{}}
+	if err := gw.Err(); err != nil {
+		st.Reason = err.Error()
+	}
+	owns := map[string]int{}
+	g.mu.Lock()
+	st.Conflict = g.learnTags()
+	for _, serial := range slices.Sorted(maps.Keys(g.luns)) {
+		l := g.luns[serial]
+		s := schema.SharedLUNState{Target: l.target, ID: l.cfg.ID, NAA: serial, Owner: gw.Owner(serial), Favorite: gw.Favorite(serial), Preferred: gw.Preferred(serial), Here: l.gate.Admits()}
+		owns[s.Owner]++
+		st.LUNs = append(st.LUNs, s)
+	}
+	g.mu.Unlock()
+	slices.SortFunc(st.LUNs, func(a, b schema.SharedLUNState) int {
+		return cmp.Or(strings.Compare(a.Target, b.Target), cmp.Compare(a.ID, b.ID))
+	})
+	for _, m := range gw.Members() {
+		var n gatewayNote
+		_ = json.Unmarshal(m.Note, &n) // see tagsOf
+		st.Gateways = append(st.Gateways, schema.GatewayState{Name: m.Name, Version: n.Version, Draining: m.Draining, LUNs: owns[m.Name], Unable: len(m.Unable)})
+	}
+	return st, nil
+}
+
+// HandOver makes another gateway the owner of a shared LUN, now and whenever it is there; "": the one that the name of the LUN gives.
+func (d *Daemon) HandOver(ctx context.Context, target string, id int, to string) error {
+	g, gw, err := d.gateway()
+	if err != nil {
+		return err
+	}
+	l, err := d.lun(target, id)
+	if err != nil {
+		return err
+	}
+	if !l.Shared {
+		return fmt.Errorf("LUN %d of %s is not shared: it has no other gateway", id, target)
+	}
+	if to != "" && !slices.ContainsFunc(gw.Members(), func(m owner.Member) bool { return m.Name == to }) {
+		return fmt.Errorf("gateway %q is not there: see iser-target cluster status", to)
+	}
+	if err := gw.Prefer(ctx, sharedIdentity(&l.LUN).Serial, to); err != nil {
+		return err
+	}
+	g.d.log.InfoContext(ctx, "shared LUN has another preference", eventKey, "cluster", "target", target, "lun", id, "gateway", to)
+	return nil
+}
+
+// Balance spreads the shared LUNs evenly over the gateways, and returns the moves, which it does not wait for. With dryRun it makes none.
+func (d *Daemon) Balance(ctx context.Context, dryRun bool) ([]schema.ClusterMove, error) {
+	g, gw, err := d.gateway()
+	if err != nil {
+		return nil, err
+	}
+	moves := []schema.ClusterMove{}
+	for _, m := range gw.Balance() {
+		move := schema.ClusterMove{NAA: m.LUN, From: m.From, To: m.To}
+		if l, err := g.find(m.LUN); err == nil {
+			move.Target, move.ID = l.target, l.cfg.ID
+		}
+		if !dryRun {
+			if err := gw.Prefer(ctx, m.LUN, m.To); err != nil {
+				return moves, err
+			}
+		}
+		moves = append(moves, move)
+	}
+	return moves, nil
+}

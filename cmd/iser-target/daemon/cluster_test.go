@@ -1,0 +1,189 @@
+package daemon
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"fmt"
+	"io"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/config"
+	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
+	"github.com/iser-target/iser-target/tests/testkit/etcdserver"
+)
+
+// A sharedDisk is a medium that gateways reach. It checks that one of them has it open at a time.
+type sharedDisk struct {
+	backend.Store
+	t *testing.T
+
+	mu   sync.Mutex
+	open *diskHead
+}
+
+// A diskHead is the disk as one gateway has opened it.
+type diskHead struct {
+	backend.Store
+	disk *sharedDisk
+}
+
+func (h *diskHead) Close() error {
+	h.disk.mu.Lock()
+	defer h.disk.mu.Unlock()
+	if h.disk.open == h {
+		h.disk.open = nil
+	}
+	return nil
+}
+
+func (d *sharedDisk) openFor(*config.LUN) (backend.Store, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.open != nil {
+		d.t.Error("two gateways have the disk open")
+	}
+	d.open = &diskHead{d.Store, d}
+	return d.open, nil
+}
+
+// newGateway starts a gateway with LUN 1, which it shares, and a LUN of its own.
+func newGateway(t *testing.T, name string, tag int, member *etcdserver.Member, open func(*config.LUN) (backend.Store, error)) (l *lab, end func()) {
+	l = &lab{t: t, dir: t.TempDir(), lines: &testkit.Log{},
+		portals:    fmt.Sprintf(`{listen: "127.0.0.1:0", tpgt: %d}`, tag),
+		initiators: `"*"`,
+		luns:       `{id: 0, backend: memory, size: 1MiB}, {id: 1, backend: nbd, path: "nbd://192.0.2.1/disk", shared: true, naa: "3000000000000001"}`,
+		more:       fmt.Sprintf("cluster: {name: %s, etcd: [%q], lease: 2s, failback: 1h, fence_program: /bin/true}\n", name, member.Endpoint()),
+	}
+	l.path = filepath.Join(l.dir, "c.yaml")
+	l.write()
+	d, stop := run(t, l.path, Options{LogTo: io.MultiWriter(l.lines, t.Output()), openStore: func(c *config.LUN) (backend.Store, error) {
+		if c.Shared {
+			return open(c)
+		}
+		return backend.OpenMemory(backend.MemoryConfig{Size: int64(c.Size), BlockSize: 512})
+	}})
+	l.Daemon = d
+	var once sync.Once
+	end = func() {
+		once.Do(func() {
+			if err := stop(); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	t.Cleanup(end)
+	return l, end
+}
+
+// portGroupStates returns the state of each target port group by its tag, as REPORT TARGET PORT GROUPS has it.
+func portGroupStates(t *testing.T, s *initiator.Session, lun byte) map[int]int {
+	t.Helper()
+	c := &initiator.Command{LUN: lun, In: make([]byte, 256), CDB: [16]byte{0: 0xa3, 1: 0x0a, 8: 1}}
+	for got := do(t, s, c); got != ""; got = do(t, s, c) {
+		if !strings.HasPrefix(got, "6/") {
+			t.Fatalf("REPORT TARGET PORT GROUPS: %s", got)
+		}
+	}
+	states := map[int]int{}
+	for at := 4; at < 4+int(binary.BigEndian.Uint32(c.In)); at += 12 {
+		states[int(binary.BigEndian.Uint16(c.In[at+2:]))] = int(c.In[at] & 0x0f)
+	}
+	return states
+}
+
+// waitFor waits for a state of both port groups, through a session of each gateway. 0 is active/optimized, 2 standby.
+func waitFor(t *testing.T, want map[int]int, sessions ...*initiator.Session) {
+	t.Helper()
+	for _, s := range sessions {
+		testkit.Eventually(t, "the LUN is ready", func() bool { return !strings.HasSuffix(attentions(t, s, 1), "2/04/01") })
+		testkit.Eventually(t, fmt.Sprintf("the port groups are %v", want), func() bool {
+			attentions(t, s, 1)
+			return fmt.Sprint(portGroupStates(t, s, 1)) == fmt.Sprint(want)
+		})
+	}
+}
+
+// Two gateways share a LUN: all paths tell which one serves it, and that is another one after a hand-over, and when a gateway ends. What
+// one has written the other one reads. A LUN of a gateway's own is not concerned.
+func TestCluster(t *testing.T) {
+	member := etcdserver.Start(t, 1)[0]
+	memory, err := backend.OpenMemory(backend.MemoryConfig{Size: 4 << 20, BlockSize: 512})
+	if err != nil {
+		t.Fatal(err)
+	}
+	disk := &sharedDisk{Store: memory, t: t}
+	a, endA := newGateway(t, "a", 1, member, disk.openFor)
+	b, _ := newGateway(t, "b", 2, member, disk.openFor)
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	sa, sb := a.login("host", store), b.login("host", store)
+	testkit.Eventually(t, "both gateways know the other", func() bool {
+		ca, errA := a.Cluster()
+		cb, errB := b.Cluster()
+		return errA == nil && errB == nil && len(ca.Gateways) == 2 && len(cb.Gateways) == 2 && ca.LUNs[0].Owner != "" && ca.LUNs[0].Owner == cb.LUNs[0].Owner
+	})
+	if err := a.HandOver(ctx, store, 1, "a"); err != nil {
+		t.Fatal(err)
+	}
+	waitFor(t, map[int]int{1: 0, 2: 2}, sa, sb)
+	write := func(s *initiator.Session, fill byte) string {
+		return do(t, s, &initiator.Command{LUN: 1, CDB: cdb.Write16(8, 1), Out: bytes.Repeat([]byte{fill}, 512)})
+	}
+	read := func(s *initiator.Session) byte {
+		c := &initiator.Command{LUN: 1, CDB: cdb.Read16(8, 1), In: make([]byte, 512)}
+		if got := do(t, s, c); got != "" {
+			t.Errorf("READ: %s", got)
+		}
+		return c.In[0]
+	}
+	if got := write(sa, 1); got != "" {
+		t.Errorf("WRITE through the active path: %s", got)
+	}
+	if got := write(sb, 2); got != "2/04/0b" { // TARGET PORT IN STANDBY STATE
+		t.Errorf("WRITE through the standby path: %s", got)
+	}
+	for _, s := range []*initiator.Session{sa, sb} {
+		if got := capacity(t, s, 1); got != 4<<20 {
+			t.Errorf("the LUN has %d bytes", got)
+		}
+		inquiry := &initiator.Command{LUN: 1, CDB: [16]byte{0: 0x12, 4: 36}, In: make([]byte, 36)}
+		if got := do(t, s, inquiry); got != "" || inquiry.In[5]&0x30 != 0x10 { // TPGS: implicit
+			t.Errorf("INQUIRY: %s, TPGS %#x", got, inquiry.In[5]&0x30)
+		}
+	}
+	if err := b.HandOver(ctx, store, 1, "b"); err != nil {
+		t.Fatal(err)
+	}
+	waitFor(t, map[int]int{1: 2, 2: 0}, sa, sb)
+	if got := read(sb); got != 1 {
+		t.Errorf("the other gateway reads %d", got)
+	}
+	if got := write(sa, 3); got != "2/04/0b" {
+		t.Errorf("WRITE through what was the active path: %s", got)
+	}
+	if err := a.HandOver(ctx, store, 1, "a"); err != nil {
+		t.Fatal(err)
+	}
+	waitFor(t, map[int]int{1: 0, 2: 2}, sa, sb)
+	endA() // as by SIGTERM
+	waitFor(t, map[int]int{2: 0}, sb)
+	if got := write(sb, 4); got != "" {
+		t.Errorf("WRITE through the path that is left: %s", got)
+	}
+	if got := testUnitReady(t, sb, 0); strings.HasPrefix(got, "2/") {
+		t.Errorf("the LUN of its own: %s", got)
+	}
+	for _, err := range []error{b.HandOver(ctx, store, 1, "nobody"), b.HandOver(ctx, store, 0, "b"), b.HandOver(ctx, store, 7, "b")} {
+		if err == nil {
+			t.Error("a hand-over that is not possible succeeds")
+		}
+	}
+}
