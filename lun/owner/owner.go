@@ -188,7 +188,7 @@ func (u *Unit) Admits() bool { return u.admits.Load().isOpen() }
 // the LUN already.
 func (u *Unit) MayAnswer() bool { return u.answers.Load().isOpen() }
 
-// Reopen makes the owner give the LUN up, so that whoever should have it, perhaps this gateway, opens its store again. It is for a store that
+// Reopen makes the owner give the LUN up, so that the gateway that should have it, perhaps this one, opens its store again. It is for a store that
 // has failed.
 func (u *Unit) Reopen() {
 	u.g.mu.Lock()

@@ -401,6 +401,28 @@ func (s *Server) session(r *http.Request) (any, error) {
 
 func (s *Server) limits(*http.Request) (any, error) { return s.d.Limits(), nil }
 
+func (s *Server) cluster(*http.Request) (any, error) { return s.d.Cluster() }
+
+func (s *Server) handOver(r *http.Request) (any, error) {
+	id, err := lunID(r)
+	if err != nil {
+		return nil, err
+	}
+	var req schema.HandOverRequest
+	if err := body(r, &req); err != nil {
+		return nil, err
+	}
+	return schema.Done{Done: true}, s.d.HandOver(r.Context(), name(r), id, req.To)
+}
+
+func (s *Server) balance(r *http.Request) (any, error) {
+	dry := false
+	if err := flag(r.URL.Query(), "dry_run", &dry); err != nil {
+		return nil, err
+	}
+	return s.d.Balance(r.Context(), dry)
+}
+
 func (s *Server) setLimits(r *http.Request) (any, error) {
 	edit, _, err := editOf(r, (*config.Document).SetLimit)
 	if err != nil {

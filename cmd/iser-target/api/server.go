@@ -31,6 +31,7 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/httpd"
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
+	"github.com/iser-target/iser-target/lun/state"
 )
 
 // Limits of requests.
@@ -115,6 +116,9 @@ var routes = []route{
 	{"GET /v1/sessions/{tsih}/capture", roleAdmin, "max duration snaplen headers_only lun", (*Server).capture},
 	{"DELETE /v1/sessions/{tsih}/capture", roleAdmin, "", value((*Server).stopCapture)},
 	{"GET /v1/ipsec", roleRead, "", value((*Server).ipsec)},
+	{"GET /v1/cluster", roleRead, "", value((*Server).cluster)},
+	{"POST /v1/cluster/balance", roleOperate, "dry_run", value((*Server).balance)},
+	{"POST /v1/targets/{target}/luns/{lun}/handover", roleOperate, "", value((*Server).handOver)},
 	{"GET /v1/limits", roleRead, "", value((*Server).limits)},
 	{"PATCH /v1/limits", roleAdmin, options, value((*Server).setLimits)},
 	{"GET /v1/config", roleRead, "", (*Server).exportConfig},
@@ -334,6 +338,10 @@ func errorOf(err error) *schema.Error {
 		return &schema.Error{Code: schema.Failed, Message: err.Error(), Hint: "remove the cause; then iser-target lun recover"}
 	case errors.Is(err, backend.ErrDeleted), errors.Is(err, backend.ErrCut):
 		return &schema.Error{Code: schema.Failed, Message: err.Error(), Hint: "nothing was changed; bring the file back, as docs/service.md describes, and repeat the command"}
+	case errors.Is(err, daemon.ErrCluster):
+		return &schema.Error{Code: schema.Refused, Message: err.Error(), Hint: "nothing was changed"}
+	case errors.Is(err, state.ErrUnreachable):
+		return &schema.Error{Code: schema.Failed, Message: err.Error(), Hint: "check the members of etcd (cluster.etcd)"}
 	case errors.Is(err, daemon.ErrHealthy), errors.Is(err, daemon.ErrInUse):
 		return &schema.Error{Code: schema.Refused, Message: err.Error(), Hint: "nothing was changed"}
 	case errors.Is(err, daemon.ErrDraining):

@@ -191,7 +191,7 @@ type program struct {
 func AddTo(root *cobra.Command) {
 	p := &program{}
 	for _, c := range []*cobra.Command{
-		p.target(), p.lun(), p.portal(), p.session(), p.reservation(), p.initiator(), p.auth(), p.contextCommands(), p.ipsec(), p.limits(), p.config(), p.events(), p.top(), p.bench(), p.selftest(), p.explain(), p.status(), p.doctor(), p.capture(), p.connect(), p.drain(), p.upgrade(),
+		p.target(), p.lun(), p.portal(), p.session(), p.reservation(), p.initiator(), p.auth(), p.contextCommands(), p.ipsec(), p.cluster(), p.limits(), p.config(), p.events(), p.top(), p.bench(), p.selftest(), p.explain(), p.status(), p.doctor(), p.capture(), p.connect(), p.drain(), p.upgrade(),
 	} {
 		p.whereFlags(c)
 		root.AddCommand(c)

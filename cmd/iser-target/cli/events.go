@@ -15,7 +15,7 @@ import (
 )
 
 // eventKinds are the kinds of events, as docs/cli.md lists them.
-var eventKinds = []string{"service", "login", "session", "capture", "config", "lun", "reservation", "setting", "control", "ipsec", "limit", "medium", "slow"}
+var eventKinds = []string{"service", "login", "session", "capture", "config", "lun", "reservation", "setting", "control", "ipsec", "limit", "medium", "slow", "cluster"}
 
 // eventLevels are the levels of events, the lowest first.
 var eventLevels = []string{"info", "warn", "error"}

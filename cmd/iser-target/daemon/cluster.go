@@ -400,7 +400,7 @@ func (g *group) nudge() {
 	}
 }
 
-// changed is owner.Options.Changed.
+// changed implements owner.Options.Changed.
 func (g *group) changed(serial string, serves bool, reason error) {
 	g.mu.Lock()
 	l := g.luns[serial]
@@ -420,7 +420,7 @@ func (g *group) changed(serial string, serves bool, reason error) {
 	}
 }
 
-// follow tells the initiators through which target ports the LUNs are served, whenever that has changed, until the group is closed.
+// follow notifies the initiators through which target ports the LUNs are served, whenever that has changed, until the group is closed.
 func (g *group) follow() {
 	told, tick := "", time.NewTicker(time.Second) // the configuration may have changed, and the lease may be late
 	defer tick.Stop()
@@ -664,7 +664,7 @@ func (g *group) adopt(l *sharedLUN, medium backend.Store) error {
 	return nil
 }
 
-// noteMedium tells all gateways what a medium is like, if that is news.
+// noteMedium puts what a medium is like where all gateways learn it, if that is news.
 func (g *group) noteMedium(ctx context.Context, serial string, info backend.Info) error {
 	g.mu.Lock()
 	was := g.media[serial]
@@ -723,7 +723,7 @@ func (g *group) Close(ctx context.Context, serial string) error {
 	})
 }
 
-// lost says that the store of a shared LUN has failed for good.
+// lost makes the group open the store of a shared LUN again, which has failed.
 func (g *group) lost(c *config.LUN) {
 	g.mu.Lock()
 	l := g.luns[sharedIdentity(c).Serial]
@@ -735,9 +735,19 @@ func (g *group) lost(c *config.LUN) {
 	}
 }
 
-var errNoCluster = errors.New("the target is in no cluster. Set cluster.name and cluster.etcd in its configuration file, and start it again")
+// ErrCluster refuses what the cluster of the target does not permit.
+var ErrCluster = errors.New("not possible in a cluster")
 
-// gateway returns the gateway of the group, or an error that says why there is none.
+var errNoCluster = clusterError("the target is in no cluster. Set cluster.name and cluster.etcd in its configuration file, and start it again")
+
+// A clusterError is an ErrCluster.
+type clusterError string
+
+func (e clusterError) Error() string { return string(e) }
+
+func (clusterError) Is(target error) bool { return target == ErrCluster }
+
+// gateway returns the gateway of the group, or an error with the reason why that is not possible.
 func (d *Daemon) gateway() (*group, *owner.Gateway, error) {
 	g := d.group
 	if g == nil {
@@ -746,7 +756,7 @@ func (d *Daemon) gateway() (*group, *owner.Gateway, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.gw == nil {
-		return nil, nil, errors.New("the target has left its cluster, or has not joined it yet")
+		return nil, nil, clusterError("the target has left its cluster, or has not joined it yet")
 	}
 	return g, g.gw, nil
 }
@@ -793,10 +803,10 @@ func (d *Daemon) HandOver(ctx context.Context, target string, id int, to string)
 		return err
 	}
 	if !l.Shared {
-		return fmt.Errorf("LUN %d of %s is not shared: it has no other gateway", id, target)
+		return clusterError(fmt.Sprintf("LUN %d of %s is not shared: it has no other gateway", id, target))
 	}
 	if to != "" && !slices.ContainsFunc(gw.Members(), func(m owner.Member) bool { return m.Name == to }) {
-		return fmt.Errorf("gateway %q is not there: see iser-target cluster status", to)
+		return clusterError(fmt.Sprintf("gateway %q is not there: see iser-target cluster status", to))
 	}
 	if err := gw.Prefer(ctx, sharedIdentity(&l.LUN).Serial, to); err != nil {
 		return err

@@ -34,11 +34,6 @@ type HandOverRequest struct {
 	To string `json:"to"`
 }
 
-// A BalanceRequest spreads shared LUNs over the gateways.
-type BalanceRequest struct {
-	DryRun bool `json:"dry_run,omitempty"`
-}
-
 // A ClusterMove is a LUN that goes to another gateway. Target is empty if this gateway has no part in it.
 type ClusterMove struct {
 	Target string `json:"target,omitempty"`

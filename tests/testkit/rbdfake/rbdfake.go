@@ -1,6 +1,6 @@
-// Package rbdfake is a stand-in for Ceph's RBD, for tests of the target where Ceph is not installed. A test binary plays its programs: rbd, rados, ceph-conf, and a
+// Package rbdfake is a stand-in for Ceph's RBD, for tests of the target where Ceph is not installed. A test binary plays its programs: rbd, rados, ceph, ceph-conf, and a
 // qemu-storage-daemon that hands everything to the real one, but opens files in place of images. An image has an exclusive lock, which
-// a daemon that is killed leaves behind, as with Ceph.
+// a daemon that is killed leaves behind, as with Ceph. A client that comes on the blocklist is killed.
 package rbdfake
 
 import (
@@ -51,7 +51,7 @@ func Install(t testing.TB, pools ...string) (dir string) {
 			t.Fatal(err)
 		}
 	}
-	for _, name := range []string{daemon, "rbd", "rados", "ceph-conf"} {
+	for _, name := range []string{daemon, "rbd", "rados", "ceph", "ceph-conf"} {
 		if err := os.Symlink(self, filepath.Join(bin, name)); err != nil {
 			t.Fatal(err)
 		}
@@ -77,6 +77,8 @@ func Main() {
 		err = client(dir, os.Args[1:])
 	case "rados":
 		err = rados(dir, os.Args[1:])
+	case "ceph":
+		err = blocklist(dir, os.Args[1:])
 	case "ceph-conf":
 		err = confValue(os.Args[1:])
 	default:
@@ -192,6 +194,35 @@ func confValue(args []string) error {
 	return nil
 }
 
+// addressPrefix is before the process of a daemon in the address of a client.
+const addressPrefix = "192.0.2.1:0/"
+
+// blocklist plays ceph osd blocklist add ADDRESS.
+func blocklist(dir string, args []string) error {
+	if len(args) < 4 || !slices.Equal(args[:3], []string{"osd", "blocklist", "add"}) || !strings.HasPrefix(args[3], addressPrefix) {
+		return fmt.Errorf("unknown command %q", args)
+	}
+	client := strings.TrimPrefix(args[3], addressPrefix)
+	pid, err := strconv.Atoi(client)
+	if err != nil {
+		return err
+	}
+	watches, err := filepath.Glob(filepath.Join(dir, ".watchers", "*,"+client))
+	if err != nil || len(watches) == 0 { // it has ended, and the number may be that of another process
+		return err
+	}
+	if err := unix.Kill(pid, unix.SIGKILL); err != nil && err != unix.ESRCH {
+		return err
+	}
+	locks, err := filepath.Glob(filepath.Join(dir, ".locks", "*"))
+	for _, name := range append(watches, locks...) {
+		if owner, _ := os.ReadFile(name); slices.Contains(watches, name) || string(owner) == client {
+			err = errors.Join(err, os.Remove(name))
+		}
+	}
+	return err
+}
+
 // flat returns the name of the file that is about an image.
 func flat(image string) string { return strings.ReplaceAll(image, "/", "+") }
 
@@ -240,10 +271,10 @@ func client(dir string, args []string) error {
 		if err != nil {
 			return err
 		}
-		watchers := []map[string]int{}
+		watchers := []map[string]any{}
 		for _, w := range list {
 			n, _ := strconv.Atoi(w[strings.LastIndexByte(w, ',')+1:])
-			watchers = append(watchers, map[string]int{"client": n})
+			watchers = append(watchers, map[string]any{"client": n, "address": fmt.Sprint(addressPrefix, n)})
 		}
 		out = map[string]any{"watchers": watchers}
 	case args[0] == "lock" && args[1] == "ls":

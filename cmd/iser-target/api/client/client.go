@@ -529,6 +529,23 @@ func (c *Client) Upgrade(ctx context.Context) (u schema.Upgrade, err error) {
 	return u, err
 }
 
+// Cluster returns the gateways that share LUNs with the target.
+func (c *Client) Cluster(ctx context.Context) (schema.ClusterState, error) {
+	return get[schema.ClusterState](ctx, c, "/v1/cluster", nil)
+}
+
+// HandOver makes a gateway the owner of a shared LUN; "" ends such a choice. It does not wait for that.
+func (c *Client) HandOver(ctx context.Context, target string, id int, to string) error {
+	var done schema.Done
+	return c.call(ctx, http.MethodPost, lunPath(target, id)+"/handover", nil, schema.HandOverRequest{To: to}, &done)
+}
+
+// Balance spreads the shared LUNs evenly over the gateways, or only returns the moves.
+func (c *Client) Balance(ctx context.Context, dryRun bool) (moves []schema.ClusterMove, err error) {
+	err = c.call(ctx, http.MethodPost, "/v1/cluster/balance", query("dry_run", dryText(dryRun)), nil, &moves)
+	return moves, err
+}
+
 // Limits returns the limits of what initiators share, and their present use.
 func (c *Client) Limits(ctx context.Context) ([]schema.LimitState, error) {
 	return get[[]schema.LimitState](ctx, c, "/v1/limits", nil)

@@ -1,0 +1,390 @@
+package main
+
+import (
+	"context"
+	"encoding/binary"
+	"fmt"
+	"net"
+	"net/url"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/iser-target/iser-target/cmd/iser-target/cli"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
+	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
+	"github.com/iser-target/iser-target/tests/testkit/etcdserver"
+	"github.com/iser-target/iser-target/tests/testkit/rbdfake"
+)
+
+// A cable leads to a server, until it is cut: then nothing passes, and nothing is closed.
+type cable struct {
+	l  net.Listener
+	to string
+
+	mu  sync.Mutex
+	cut bool
+	end chan struct{} // closed when it is mended
+}
+
+func newCable(t *testing.T, to string) *cable {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := &cable{l: l, to: to, end: make(chan struct{})}
+	close(c.end)
+	t.Cleanup(func() { l.Close() })
+	go func() {
+		for {
+			near, err := l.Accept()
+			if err != nil {
+				return
+			}
+			far, err := net.Dial("tcp", c.to)
+			if err != nil {
+				near.Close()
+				continue
+			}
+			go c.carry(near, far)
+			go c.carry(far, near)
+		}
+	}()
+	return c
+}
+
+func (c *cable) carry(to, from net.Conn) {
+	defer to.Close()
+	b := make([]byte, 32<<10)
+	for {
+		n, err := from.Read(b)
+		c.mu.Lock()
+		end := c.end
+		c.mu.Unlock()
+		<-end
+		if n > 0 {
+			if _, err := to.Write(b[:n]); err != nil {
+				return
+			}
+		}
+		if err != nil {
+			return
+		}
+	}
+}
+
+func (c *cable) set(cut bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	switch {
+	case cut && !c.cut:
+		c.end = make(chan struct{})
+	case !cut && c.cut:
+		close(c.end)
+	}
+	c.cut = cut
+}
+
+// A path is the way of the witness to a gateway.
+type path struct {
+	name string
+	mu   sync.Mutex
+	addr string
+}
+
+func (p *path) set(addr string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.addr = addr
+}
+
+// A witness writes a counter to a LUN that gateways share, and reads it, through all of their paths all the time. It checks that each
+// answer is right, and that no gateway answers a command that was sent after the next owner has answered.
+type witness struct {
+	t    *testing.T
+	stop chan struct{}
+	done sync.WaitGroup
+
+	mu      sync.Mutex
+	acked   uint64 // the last counter that was answered
+	sent    uint64 // the last one that was sent
+	owner   string // who answered last
+	since   time.Time
+	owners  int // how often that has changed
+	last    time.Time
+	longest time.Duration // between two answers to writes
+}
+
+// watch begins to use the paths until the test ends.
+func watch(t *testing.T, paths ...*path) *witness {
+	w := &witness{t: t, stop: make(chan struct{}), last: time.Now()}
+	for _, p := range paths {
+		w.done.Go(func() { w.use(p, w.write) })
+		w.done.Go(func() { w.use(p, w.read) })
+	}
+	t.Cleanup(func() {
+		close(w.stop)
+		w.done.Wait()
+	})
+	return w
+}
+
+// use logs in again and again, and does one command after the other.
+func (w *witness) use(p *path, do func(*path, *initiator.Session) error) {
+	for {
+		p.mu.Lock()
+		addr := p.addr
+		p.mu.Unlock()
+		ctx, cancel := context.WithTimeout(context.Background(), 2*time.Second)
+		s, err := initiator.Login(ctx, addr, initiator.Options{Name: hostName, Target: storeName})
+		cancel()
+		for err == nil {
+			select {
+			case <-w.stop:
+				s.Close()
+				return
+			default:
+			}
+			err = do(p, s)
+		}
+		if s != nil {
+			s.Close()
+		}
+		select {
+		case <-w.stop:
+			return
+		case <-time.After(20 * time.Millisecond):
+		}
+	}
+}
+
+// answered notes a good answer to a command that was sent at begun. The lock is held.
+func (w *witness) answered(p *path, begun time.Time) {
+	switch {
+	case w.owner == p.name:
+	case begun.Before(w.since) && w.owner != "": // it was on its way when the next owner answered
+	default:
+		w.owner, w.since = p.name, time.Now()
+		w.owners++
+	}
+}
+
+// command runs a command within a time. A path that does not answer is left.
+func command(s *initiator.Session, c *initiator.Command) error {
+	stop := time.AfterFunc(3*time.Second, func() { s.Close() })
+	defer stop.Stop()
+	return s.Do(c)
+}
+
+// good reports whether a command was successful. It requires the sense data of a path that is not the active one.
+func (w *witness) good(p *path, c *initiator.Command) bool {
+	if c.Status == 0 {
+		return true
+	}
+	sense := fmt.Sprintf("%x/%02x/%02x", c.Sense[2], c.Sense[12], c.Sense[13])
+	switch {
+	case strings.HasPrefix(sense, "6/"), sense == "2/04/0a", sense == "2/04/0b", sense == "2/04/01":
+	default:
+		w.t.Errorf("gateway %s answers %s", p.name, sense)
+	}
+	time.Sleep(2 * time.Millisecond)
+	return false
+}
+
+func (w *witness) write(p *path, s *initiator.Session) error {
+	w.mu.Lock()
+	mine := w.owner == p.name || w.owner == "" || time.Since(w.last) > 50*time.Millisecond
+	if !mine { // one writer at a time, so that the counter only grows
+		w.mu.Unlock()
+		time.Sleep(5 * time.Millisecond)
+		return nil
+	}
+	w.sent++
+	n := w.sent
+	w.mu.Unlock()
+	c := &initiator.Command{LUN: 1, CDB: cdb.Write16(n%64, 1), Out: make([]byte, 512)}
+	binary.BigEndian.PutUint64(c.Out, n)
+	begun := time.Now()
+	if err := command(s, c); err != nil {
+		return err
+	}
+	if !w.good(p, c) {
+		return nil
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.answered(p, begun)
+	w.acked = max(w.acked, n)
+	now := time.Now()
+	w.longest = max(w.longest, now.Sub(w.last))
+	w.last = now
+	return nil
+}
+
+func (w *witness) read(p *path, s *initiator.Session) error {
+	w.mu.Lock()
+	acked := w.acked
+	w.mu.Unlock()
+	c := &initiator.Command{LUN: 1, CDB: cdb.Read16(acked%64, 1), In: make([]byte, 512)}
+	begun := time.Now()
+	if err := command(s, c); err != nil {
+		return err
+	}
+	if !w.good(p, c) {
+		return nil
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.answered(p, begun)
+	if got := binary.BigEndian.Uint64(c.In); got < acked || got > w.sent {
+		w.t.Errorf("gateway %s reads %d, and %d was written", p.name, got, acked)
+	}
+	return nil
+}
+
+// fresh begins to measure.
+func (w *witness) fresh() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.longest, w.owners = 0, 0
+}
+
+// moved waits until a gateway answers, and checks that it took over once, and how long nobody answered.
+func (w *witness) moved(what, to string, limit time.Duration) {
+	w.t.Helper()
+	testkit.Eventually(w.t, what+": gateway "+to+" answers", func() bool {
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		return w.owner == to && time.Since(w.last) < 100*time.Millisecond
+	})
+	time.Sleep(300 * time.Millisecond)
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.t.Logf("%s: nobody answered for %v", what, w.longest)
+	if w.owners != 1 {
+		w.t.Errorf("%s: the gateways answered in turn, %d changes", what, w.owners)
+	}
+	if w.longest > limit {
+		w.t.Errorf("%s: nobody answered for %v, more than %v", what, w.longest, limit)
+	}
+}
+
+// startGateway starts a gateway of a cluster with LUN 1 on an image of rbdfake, and a LUN 0 of its own.
+func startGateway(t *testing.T, name string, tag int, etcd string) *station {
+	t.Helper()
+	s := &station{dir: t.TempDir()}
+	s.configure(t, func(text string) string {
+		text = strings.Replace(text, `{listen: "127.0.0.1:0"}`, fmt.Sprintf(`{listen: "127.0.0.1:0", tpgt: %d}`, tag), 1)
+		text = strings.Replace(text, "size: 1MiB}]", "size: 1MiB}, {id: 1, backend: rbd, path: 'rbd:p/disk', size: 1MiB, shared: true, naa: \"3000000000000001\"}]", 1)
+		return text + fmt.Sprintf("cluster: {name: %s, etcd: [%q], lease: 3s, failback: 1h}\n", name, etcd)
+	})
+	s.startProgram(t, executable(t))
+	return s
+}
+
+// Two gateways in processes of their own share an image. The owner hands over, ends, is killed, hangs, and loses etcd. Each time the other
+// one takes over in time. Nothing that was answered is lost, and no gateway answers after the next one has. A LUN that is not shared is
+// served all the time.
+func TestClusterOfProcesses(t *testing.T) {
+	images := rbdfake.Install(t, "p")
+	member := etcdserver.Start(t, 1)[0]
+	endpoint, err := url.Parse(member.Endpoint())
+	if err != nil {
+		t.Fatal(err)
+	}
+	wire := newCable(t, endpoint.Host)
+	a := startGateway(t, "a", 1, "http://"+wire.l.Addr().String())
+	b := startGateway(t, "b", 2, member.Endpoint())
+	pa, pb := &path{name: "a", addr: a.addr}, &path{name: "b", addr: b.addr}
+	testkit.Eventually(t, "the gateways know each other", func() bool {
+		st := read[schema.ClusterState](t, b, "cluster", "status")
+		return len(st.Gateways) == 2 && st.LUNs[0].Owner != ""
+	})
+	a.ok(t, "cluster", "handover", "1", "a")
+	w := watch(t, pa, pb)
+	both := func(what string) {
+		testkit.Eventually(t, what+": both gateways are there", func() bool {
+			return len(read[schema.ClusterState](t, b, "cluster", "status").Gateways) == 2
+		})
+	}
+	back := func(what string) {
+		a.startProgram(t, executable(t))
+		pa.set(a.addr)
+		both(what)
+		w.fresh()
+		a.ok(t, "cluster", "handover", "1", "a")
+		w.moved(what, "a", 2*time.Second)
+	}
+	testkit.Eventually(t, "the owner answers", func() bool {
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		return w.owner == "a" && w.acked > 0
+	})
+
+	w.fresh()
+	a.says(t, cli.ExitOK, "LUN 1 of "+storeName+" is served by b", "cluster", "handover", "1", "b")
+	w.moved("hand-over", "b", 2*time.Second)
+	a.says(t, cli.ExitRefused, "is not there", "cluster", "handover", "1", "c")
+	a.says(t, cli.ExitRefused, "is not shared", "cluster", "handover", "0", "b")
+	a.says(t, cli.ExitOK, "spread evenly", "cluster", "balance", "--dry-run")
+	a.says(t, cli.ExitOK, "served by b, as chosen: b", "cluster", "status")
+
+	w.fresh()
+	a.ok(t, "cluster", "handover", "1", "a")
+	w.moved("hand-over back", "a", 2*time.Second)
+
+	w.fresh()
+	if err := a.cmd.Process.Signal(syscall.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	w.moved("SIGTERM", "b", 2*time.Second)
+	a.cmd.Wait()
+	back("restart after SIGTERM")
+
+	w.fresh()
+	if err := a.cmd.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	w.moved("kill -9", "b", 8*time.Second)
+	a.cmd.Wait()
+	back("restart after kill -9")
+
+	w.fresh()
+	frozen := append(rbdDaemons(t, images, "p+disk"), a.cmd.Process.Pid)
+	for _, pid := range frozen {
+		if err := syscall.Kill(pid, syscall.SIGSTOP); err != nil {
+			t.Fatal(err)
+		}
+	}
+	w.moved("frozen", "b", 8*time.Second)
+	for _, pid := range frozen {
+		if err := syscall.Kill(pid, syscall.SIGCONT); err != nil && err != syscall.ESRCH { // the daemon was fenced
+			t.Fatal(err)
+		}
+	}
+	time.Sleep(time.Second)
+	w.moved("thawed", "b", 8*time.Second)
+	both("thawed")
+	w.fresh()
+	a.ok(t, "cluster", "handover", "1", "a")
+	w.moved("hand-over to the thawed gateway", "a", 2*time.Second)
+
+	w.fresh()
+	wire.set(true)
+	w.moved("cut off from etcd", "b", 8*time.Second)
+	session := a.login(t)
+	if err := session.Do(&initiator.Command{CDB: cdb.Write16(0, 1), Out: make([]byte, 512)}); err != nil {
+		t.Errorf("the LUN of its own: %v", err)
+	}
+	wire.set(false)
+	both("mended")
+	if left, err := filepath.Glob(filepath.Join(images, ".locks", "*")); err != nil || len(left) != 1 {
+		t.Errorf("locks: %v, %v", left, err)
+	}
+}
