@@ -2,6 +2,14 @@ package lun
 
 // A unit whose store moves between gateways (package backend/gated) outlives the times in which its store is open here.
 
+// moved returns what a command meets on the target port of n whose store another gateway has, or nobody.
+func (u *Unit) moved(n *Nexus) Sense {
+	if g := u.access.Load(); g != nil && (*g)[n.port.TPGT] == Standby {
+		return condStandby
+	}
+	return condTransition
+}
+
 // AdoptSize makes the size of the store that of the unit, and notifies all initiators if that is news.
 func (u *Unit) AdoptSize() {
 	u.sanitizer.mu.Lock() // none begins with the old size

@@ -305,7 +305,7 @@ func (c *Command) writeSense(err error) senseData {
 	case errors.Is(err, backend.ErrUnsynced):
 		return newSense(condUnsynced)
 	case errors.Is(err, backend.ErrMoved):
-		return newSense(condTransition)
+		return newSense(c.unit.moved(c.nexus))
 	case errors.Is(err, backend.ErrClosed):
 		return newSense(c.unit.closed())
 	case errors.Is(err, backend.ErrRange):
@@ -332,7 +332,7 @@ func (c *Command) readDone(err error) bool {
 	case errors.Is(err, errSanitizing):
 		return c.failSense(c.unit.sanitizing())
 	case errors.Is(err, backend.ErrMoved):
-		return c.fail(condTransition)
+		return c.fail(c.unit.moved(c.nexus))
 	case errors.Is(err, backend.ErrClosed):
 		return c.failClosed()
 	case errors.Is(err, backend.ErrRange):

@@ -5,6 +5,7 @@ package gated
 import (
 	"errors"
 	"sync/atomic"
+	"time"
 
 	"github.com/iser-target/iser-target/backend"
 )
@@ -15,11 +16,16 @@ type Gate interface {
 	MayAnswer() bool // the outcome of a call counts; otherwise another gateway may have changed the medium meanwhile
 }
 
-// A Store is a backend.Store. Calls fail with backend.ErrMoved while the medium is not open here, or the gate is closed.
+// MaxHold is how long calls wait for the medium that nobody has: about the time of a hand-over, and less than until a store counts as hung.
+const MaxHold = 8 * time.Second
+
+// A Store is a backend.Store. While the medium is not open here, or the gate is closed, calls wait, at most for MaxHold, for this gateway or
+// another one to have it. They fail with backend.ErrMoved if another one has it.
 type Store struct {
 	gate   Gate
 	info   atomic.Pointer[backend.Info]
 	open   atomic.Pointer[backend.Store] // nil: not open here
+	away   atomic.Bool                   // another gateway has it
 	closed atomic.Bool
 }
 
@@ -49,6 +55,7 @@ func (s *Store) Adopt(medium backend.Store) error {
 		return err
 	}
 	s.info.Store(&info)
+	s.away.Store(false)
 	s.open.Store(&medium)
 	return nil
 }
@@ -82,15 +89,25 @@ func (s *Store) Info() backend.Info {
 
 // begin returns the medium, if a call may use it.
 func (s *Store) begin() (backend.Store, error) {
-	medium := s.open.Load()
-	switch {
-	case s.closed.Load():
-		return nil, backend.ErrClosed
-	case medium == nil || !s.gate.Admits():
-		return nil, backend.ErrMoved
+	for wait := time.Duration(0); ; wait += poll {
+		medium := s.open.Load()
+		switch {
+		case s.closed.Load():
+			return nil, backend.ErrClosed
+		case medium != nil && s.gate.Admits():
+			return *medium, nil
+		case s.away.Load() || wait >= MaxHold:
+			return nil, backend.ErrMoved
+		}
+		time.Sleep(poll)
 	}
-	return *medium, nil
 }
+
+// poll is how often a call looks whether it can begin.
+const poll = 2 * time.Millisecond
+
+// SetAway notes whether another gateway has the medium open.
+func (s *Store) SetAway(away bool) { s.away.Store(away) }
 
 // end returns the error of a call that the medium has ended with err.
 func (s *Store) end(err error) error {
@@ -164,30 +181,24 @@ func (s *Store) Extent(off int64) (mapped bool, n int64, err error) {
 	return mapped, n, s.end(err)
 }
 
-// Usage implements backend.Gauge.
+// Usage implements backend.Gauge. It does not wait for the medium.
 func (s *Store) Usage() (used, free int64, err error) {
-	medium, err := s.begin()
-	if err != nil {
-		return 0, 0, err
+	medium := s.open.Load()
+	if medium == nil || !s.gate.Admits() {
+		return 0, 0, backend.ErrMoved
 	}
-	used, free, err = backend.Usage(medium)
+	used, free, err = backend.Usage(*medium)
 	return used, free, s.end(err)
-}
-
-// Prefetch implements backend.Prefetcher.
-func (s *Store) Prefetch(off, n int64) error {
-	medium, err := s.begin()
-	if err != nil {
-		return err
-	}
-	return s.end(backend.Prefetch(medium, off, n))
 }
 
 // Grow implements backend.Grower. Where the medium is not open, its size is what SetSize has said.
 func (s *Store) Grow() (size int64, err error) {
+	if s.open.Load() == nil {
+		return s.Info().Size, nil
+	}
 	medium, err := s.begin()
 	if err != nil {
-		return s.Info().Size, nil
+		return 0, err
 	}
 	if g, ok := medium.(backend.Grower); ok {
 		size, err = g.Grow()

@@ -187,6 +187,10 @@ func (w *witness) good(p *path, c *initiator.Command) bool {
 	if c.Status == 0 {
 		return true
 	}
+	if c.Status == 0x08 { // BUSY: a command has waited for so long that the store counts as hung
+		time.Sleep(10 * time.Millisecond)
+		return false
+	}
 	sense := fmt.Sprintf("%x/%02x/%02x", c.Sense[2], c.Sense[12], c.Sense[13])
 	switch {
 	case strings.HasPrefix(sense, "6/"), sense == "2/04/0a", sense == "2/04/0b", sense == "2/04/01":

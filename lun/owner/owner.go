@@ -112,6 +112,7 @@ func (m *member) takes(lun string) bool { return !m.Draining && !slices.Contains
 type opening struct {
 	Gateway string `json:"gateway"`
 	Address string `json:"address,omitempty"` // of a store
+	Open    bool   `json:"open,omitempty"`    // of an owner: it serves the LUN
 }
 
 // A Gateway is a member of a group that shares LUNs.
@@ -301,6 +302,16 @@ func (g *Gateway) Owner(lun string) string {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	return g.owners[lun].Gateway
+}
+
+// Server returns the name of the gateway that serves a LUN of the group, as far as this one knows: an owner that has opened its store. "": none.
+func (g *Gateway) Server(lun string) string {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if o := g.owners[lun]; o.Open {
+		return o.Gateway
+	}
+	return ""
 }
 
 // Preferred returns the gateway that Prefer has named for a LUN, or "".
@@ -1023,6 +1034,7 @@ func (u *Unit) serve(t *term, bold bool) error {
 		u.answers.Store(&t.gate)
 		u.admits.Store(&t.gate)
 		u.report(true, nil)
+		revision = u.tell(t, revision)
 		lost := u.hold(t, revision)
 		u.admits.Store(nil)
 		if lost {
@@ -1040,6 +1052,33 @@ func (u *Unit) serve(t *term, bold bool) error {
 		err = errors.Join(err, e)
 	}
 	return err
+}
+
+// tell lets the others know that u is served. It returns the revision of the value of the owner. If that fails, hold finds out why.
+func (u *Unit) tell(t *term, revision state.Revision) state.Revision {
+	g := u.g
+	me := opening{Gateway: g.o.Name, Open: true}
+	data, err := json.Marshal(me)
+	if err != nil {
+		return revision
+	}
+	next, err := g.put(t.ctx, t.lease, ownerKey+u.name, data, revision)
+	if err != nil { // it may have been stored, and then that is the present revision
+		if v, e := g.get(t.ctx, ownerKey+u.name); e == nil && bytes.Equal(v.Data, data) {
+			next, err = v.Revision, nil
+		}
+	}
+	if err != nil {
+		return revision
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.known[ownerKey+u.name] < next {
+		g.known[ownerKey+u.name] = next
+		g.owners[u.name], u.owner = me, me
+		g.news()
+	}
+	return next
 }
 
 // able notes whether this gateway could open u, and tells the others if that has changed.
@@ -1100,7 +1139,7 @@ func (u *Unit) open(t *term) (noted state.Revision, err error) {
 
 // note puts the value of the store.
 func (u *Unit) note(ctx context.Context, address string, base state.Revision) (state.Revision, error) {
-	data, err := json.Marshal(opening{u.g.o.Name, address})
+	data, err := json.Marshal(opening{Gateway: u.g.o.Name, Address: address})
 	if err != nil {
 		return 0, err
 	}

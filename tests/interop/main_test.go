@@ -13,6 +13,7 @@ import (
 
 	"github.com/iser-target/iser-target/tests/interop/harness"
 	"github.com/iser-target/iser-target/tests/interop/vm"
+	"github.com/iser-target/iser-target/tests/testkit/rbdfake"
 )
 
 var update = flag.Bool("update", false,
@@ -25,6 +26,7 @@ var guest struct {
 }
 
 func TestMain(m *testing.M) {
+	rbdfake.Main()
 	code := m.Run()
 	if guest.vm != nil {
 		if err := guest.vm.Close(); err != nil {

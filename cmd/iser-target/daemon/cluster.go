@@ -82,6 +82,8 @@ type sharedLUN struct {
 	store  *gated.Store  // of unit
 	medium backend.Store // nil: not open here
 	closed chan struct{} // closed when the medium before is
+	server string        // the gateway that serves it, or has until a moment ago; empty: none
+	since  time.Time     // when that was last so; zero: it is so
 }
 
 // A lateGate is that of an owner.Unit, as soon as there is one.
@@ -380,6 +382,9 @@ func (g *group) leave(ctx context.Context) {
 	g.gw = nil
 	for _, l := range g.luns {
 		l.gate.unit.Store(nil)
+		if l.store != nil {
+			l.store.SetAway(true) // commands do not wait here
+		}
 	}
 	g.mu.Unlock()
 	g.nudge()
@@ -441,10 +446,17 @@ func (g *group) follow() {
 		g.own = own
 		g.gw.SetNote(g.note())
 		conflict := g.learnTags()
-		units := map[*lun.Unit]map[uint16]lun.AccessState{}
+		type news struct {
+			states map[uint16]lun.AccessState
+			store  *gated.Store
+			away   bool
+		}
+		units := map[*lun.Unit]news{}
 		for serial, l := range g.luns {
 			if l.unit != nil {
-				units[l.unit] = g.access(serial, l)
+				states := g.access(serial, l)
+				server := g.gw.Server(serial)
+				units[l.unit] = news{states, l.store, server != "" && server != g.c.Name}
 			}
 		}
 		g.mu.Unlock()
@@ -459,8 +471,9 @@ func (g *group) follow() {
 				}
 			}
 		})
-		for u, states := range units {
-			u.SetAccess(states)
+		for u, n := range units {
+			u.SetAccess(n.states)
+			n.store.SetAway(n.away) // after that, so that commands that wait learn the state
 		}
 	}
 }
@@ -501,35 +514,48 @@ func (d *Daemon) setPorts(t *servedTarget, own []uint16) {
 	t.inventory.SetPorts(all...)
 }
 
-// access returns the states of all portal groups that lead to l. g.mu is held.
+// access returns the states of all portal groups that lead to l. While nobody serves it, they stay as they were for a moment: then commands
+// wait in the store, and initiators need not ask again and again. g.mu is held.
 func (g *group) access(serial string, l *sharedLUN) map[uint16]lun.AccessState {
-	states := map[uint16]lun.AccessState{}
-	if g.gw == nil {
-		for _, tag := range g.own[l.target] {
-			states[tag] = lun.Transitioning
+	server := ""
+	if g.gw != nil {
+		if server = g.gw.Server(serial); server == g.c.Name && !l.gate.Admits() {
+			server = ""
 		}
-		return states
 	}
-	has := g.gw.Owner(serial)
-	for _, m := range g.gw.Members() {
-		at := lun.Standby
-		switch {
-		case has == "", m.Name == g.c.Name && m.Name == has && !l.gate.Admits():
-			at = lun.Transitioning
-		case m.Name == has:
+	switch {
+	case server != "":
+		l.server, l.since = server, time.Time{}
+	case l.since.IsZero():
+		l.since = time.Now()
+	case time.Since(l.since) > patience:
+		l.server = ""
+	}
+	states := map[uint16]lun.AccessState{}
+	note := func(gateway string, tags []uint16) {
+		at := lun.Transitioning
+		switch l.server {
+		case "":
+		case gateway:
 			at = lun.ActiveOptimized
+		default:
+			at = lun.Standby
 		}
-		for _, tag := range tagsOf(m)[l.target] {
+		for _, tag := range tags {
 			states[tag] = at
 		}
 	}
-	for _, tag := range g.own[l.target] { // also before the gateway knows of itself
-		if _, ok := states[tag]; !ok {
-			states[tag] = lun.Transitioning
+	if g.gw != nil {
+		for _, m := range g.gw.Members() {
+			note(m.Name, tagsOf(m)[l.target])
 		}
 	}
+	note(g.c.Name, g.own[l.target])
 	return states
 }
+
+// patience is how long the states of portal groups stay as they were while nobody serves a LUN.
+const patience = 3 * time.Second
 
 // find returns a LUN of the group.
 func (g *group) find(serial string) (*sharedLUN, error) {
