@@ -102,7 +102,7 @@ func figures(ctx context.Context, w io.Writer, o *options, names []string) error
 		if err != nil {
 			return fmt.Errorf("%s: %w", g.name, err)
 		}
-		fmt.Fprintf(w, "\n%s, %d rounds of %v, load average %s to %s:\n\n| work | compared with | bound | median (rounds) | reached |\n|---|---|---|---|---|\n", g.name, o.rounds, o.runtime, before, load())
+		fmt.Fprintf(w, "\n%s, %d rounds of %v, load average %s to %s, TCP congestion control %s:\n\n| work | compared with | bound | median (rounds) | reached |\n|---|---|---|---|---|\n", g.name, o.rounds, o.runtime, before, load(), congestion())
 		for _, f := range list {
 			io.WriteString(w, f.row())
 		}

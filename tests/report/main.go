@@ -9,6 +9,7 @@ import (
 	"flag"
 	"fmt"
 	"math/rand/v2"
+	"net"
 	"net/url"
 	"os"
 	"os/exec"
@@ -181,6 +182,7 @@ func machine(ctx context.Context, o *options) []fact {
 	return []fact{
 		{"Machine", fmt.Sprintf("%d CPUs, %s", runtime.NumCPU(), cpu)},
 		{"Kernel", first("uname", "-sr")},
+		{"TCP congestion control", congestion()},
 		{"iser-target", strings.TrimSpace(string(revision)) + ", " + runtime.Version()},
 		{"QEMU", first("qemu-system-x86_64", "--version")},
 	}
@@ -194,6 +196,35 @@ func load() string {
 	}
 	one, _, _ := strings.Cut(string(b), " ")
 	return one
+}
+
+// congestion returns the congestion control of TCP on the loopback. Measurements depend on it much (docs/tuning.md).
+func congestion() string {
+	name, err := func() (name string, err error) {
+		l, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			return "", err
+		}
+		defer l.Close()
+		c, err := net.Dial("tcp", l.Addr().String())
+		if err != nil {
+			return "", err
+		}
+		defer c.Close()
+		raw, err := c.(*net.TCPConn).SyscallConn()
+		if err != nil {
+			return "", err
+		}
+		var called error
+		err = raw.Control(func(fd uintptr) {
+			name, called = unix.GetsockoptString(int(fd), unix.IPPROTO_TCP, unix.TCP_CONGESTION)
+		})
+		return name, errors.Join(err, called)
+	}()
+	if err != nil {
+		return err.Error()
+	}
+	return name
 }
 
 // randomBytes returns n random bytes, always the same. A target could store zeros without writing them.

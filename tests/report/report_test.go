@@ -7,9 +7,11 @@ import (
 	"fmt"
 	"io"
 	"math"
+	"os"
 	"os/exec"
 	"path/filepath"
 	"reflect"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -302,6 +304,48 @@ func TestExperiments(t *testing.T) {
 	if err := tuning(context.Background(), io.Discard, &options{}, []string{"depth", "width"}); err == nil ||
 		!strings.HasPrefix(err.Error(), "-tuning: depth,width: the experiments are depth,window,") {
 		t.Errorf("an unknown name: %v", err)
+	}
+}
+
+// The name is one that the kernel has, without a zero at its end.
+func TestCongestion(t *testing.T) {
+	b, err := os.ReadFile("/proc/sys/net/ipv4/tcp_available_congestion_control")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if name := congestion(); !slices.Contains(strings.Fields(string(b)), name) {
+		t.Errorf("%q is none of %s", name, b)
+	}
+}
+
+// Both ends of a cable get the congestion control of the variant, whatever the kernel allows namespaces to set.
+func TestCableCongestion(t *testing.T) {
+	if os.Getuid() != 0 {
+		t.Skip("only root makes network namespaces")
+	}
+	ctx := t.Context()
+	network, err := newCables(ctx)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := network.remove(); err != nil {
+			t.Error(err)
+		}
+	}()
+	for _, name := range []string{"reno", "cubic"} {
+		if err := network.set(ctx, &cable{mtu: 1500, offload: true, congestion: name}); err != nil {
+			t.Fatal(err)
+		}
+		for namespace, to := range map[string]string{network.target: cableInitiator, network.initiator: cableTarget} {
+			out, err := output(ctx, "ip", "-n", namespace, "route", "get", to)
+			if err != nil || !strings.Contains(string(out), " congctl "+name+" ") {
+				t.Errorf("route to %s: %v: %s", to, err, out)
+			}
+		}
+	}
+	if err := network.set(ctx, &cable{mtu: 1500, offload: true, congestion: "nonesuch"}); err == nil {
+		t.Error("an unknown congestion control is no error")
 	}
 }
 

@@ -45,8 +45,9 @@ type variant struct {
 
 // A cable is how the network between the two namespaces is set.
 type cable struct {
-	mtu     int
-	offload bool // TSO, GSO and GRO
+	mtu        int
+	offload    bool   // TSO, GSO and GRO
+	congestion string // control of TCP, a name of net.ipv4.tcp_available_congestion_control; "": that of new namespaces
 }
 
 func read(size string, depth int) string {
@@ -70,10 +71,15 @@ var experiments = []experiment{
 		{name: "`queue_depth: 8`", limits: "queue_depth: 8"},
 	}},
 	{"mtu", slices.Concat(both("read 128k, 16 deep", true, read("128k", 16)), both("write 128k, 16 deep", true, write("128k", 16)), both("read 4k, 32 deep", false, read("4k", 32))), []variant{
-		{name: "MTU 1500, TSO, GSO and GRO on", cable: &cable{1500, true}},
-		{name: "MTU 9000, TSO, GSO and GRO on", cable: &cable{9000, true}},
-		{name: "MTU 1500, off", cable: &cable{1500, false}},
-		{name: "MTU 9000, off", cable: &cable{9000, false}},
+		{name: "MTU 1500, TSO, GSO and GRO on", cable: &cable{mtu: 1500, offload: true}},
+		{name: "MTU 9000, TSO, GSO and GRO on", cable: &cable{mtu: 9000, offload: true}},
+		{name: "MTU 1500, off", cable: &cable{mtu: 1500}},
+		{name: "MTU 9000, off", cable: &cable{mtu: 9000}},
+	}},
+	{"congestion", slices.Concat(both("read 4k, 32 deep", false, read("4k", 32)), both("read 256k, 32 deep", true, read("256k", 32)), both("write 256k, 16 deep", true, write("256k", 16))), []variant{
+		{name: "CUBIC", cable: &cable{mtu: 1500, offload: true, congestion: "cubic"}},
+		{name: "Reno", cable: &cable{mtu: 1500, offload: true, congestion: "reno"}},
+		{name: "BBR", cable: &cable{mtu: 1500, offload: true, congestion: "bbr"}},
 	}},
 	{"memory", slices.Concat(both("read 1m, 32 deep", true, read("1m", 32)), both("write 1m, 32 deep", true, write("1m", 32))), []variant{
 		{name: "`connection_memory: 64MiB`", limits: "connection_memory: 64MiB"},
@@ -141,7 +147,7 @@ func tuning(ctx context.Context, w io.Writer, o *options, names []string) error 
 		if err != nil {
 			return fmt.Errorf("%s: %w", e.name, err)
 		}
-		fmt.Fprintf(w, "\n%s, %d rounds of %v, load average %s to %s:\n\n%s\nCPU time of the target, µs per command:\n\n%s", e.name, o.rounds, o.runtime, before, load(),
+		fmt.Fprintf(w, "\n%s, %d rounds of %v, load average %s to %s, TCP congestion control %s:\n\n%s\nCPU time of the target, µs per command:\n\n%s", e.name, o.rounds, o.runtime, before, load(), congestion(),
 			speed.variants(job.unit), cpu.variants(func(job) string { return "µs" }))
 	}
 	return nil
@@ -312,6 +318,7 @@ type cables struct{ target, initiator string }
 const (
 	cableTarget    = "192.0.2.1"
 	cableInitiator = "192.0.2.2"
+	cableNetwork   = "192.0.2.0/24"
 )
 
 func newCables(ctx context.Context) (*cables, error) {
@@ -335,15 +342,23 @@ func newCables(ctx context.Context) (*cables, error) {
 
 func (n *cables) exec(namespace string) []string { return []string{"ip", "netns", "exec", namespace} }
 
-// set sets both ends.
+// set sets both ends. A congestion control applies to connections that are opened afterwards.
 func (n *cables) set(ctx context.Context, c *cable) error {
 	state := map[bool]string{true: "on", false: "off"}[c.offload]
-	for _, namespace := range []string{n.target, n.initiator} {
+	for namespace, address := range map[string]string{n.target: cableTarget, n.initiator: cableInitiator} {
 		if _, err := output(ctx, "ip", "-n", namespace, "link", "set", "cable", "mtu", fmt.Sprint(c.mtu)); err != nil {
 			return err
 		}
 		args := append(n.exec(namespace), "ethtool", "-K", "cable", "tso", state, "gso", state, "gro", state)
 		if _, err := output(ctx, args[0], args[1:]...); err != nil {
+			return err
+		}
+		if c.congestion == "" {
+			continue
+		}
+		// The sysctl of a namespace takes only what tcp_allowed_congestion_control has, a route all that is available.
+		if _, err := output(ctx, "ip", "-n", namespace, "route", "change", cableNetwork, "dev", "cable", "proto", "kernel", "scope", "link",
+			"src", address, "congctl", c.congestion); err != nil {
 			return err
 		}
 	}
