@@ -184,7 +184,10 @@ func (s *Store) Extent(off int64) (mapped bool, n int64, err error) {
 // Usage implements backend.Gauge. It does not wait for the medium.
 func (s *Store) Usage() (used, free int64, err error) {
 	medium := s.open.Load()
-	if medium == nil || !s.gate.Admits() {
+	switch {
+	case s.closed.Load():
+		return 0, 0, backend.ErrClosed
+	case medium == nil || !s.gate.Admits():
 		return 0, 0, backend.ErrMoved
 	}
 	used, free, err = backend.Usage(*medium)

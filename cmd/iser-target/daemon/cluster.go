@@ -22,6 +22,7 @@ import (
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/backend/gated"
 	"github.com/iser-target/iser-target/backend/rbd"
+	"github.com/iser-target/iser-target/cmd/iser-target/metrics"
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/lun"
@@ -861,4 +862,24 @@ func (d *Daemon) Balance(ctx context.Context, dryRun bool) ([]schema.ClusterMove
 		moves = append(moves, move)
 	}
 	return moves, nil
+}
+
+// clusterMetrics returns the numbers of the metrics of the group, or nil without one.
+func (d *Daemon) clusterMetrics() *metrics.Cluster {
+	g := d.group
+	if g == nil {
+		return nil
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	n := &metrics.Cluster{Joined: g.gw != nil && g.gw.Err() == nil}
+	if g.gw != nil {
+		n.Gateways = len(g.gw.Members())
+	}
+	for serial, l := range g.luns {
+		s := metrics.SharedLUN{Target: l.target, ID: l.cfg.ID, Here: l.gate.Admits()}
+		s.Served = s.Here || g.gw != nil && g.gw.Server(serial) != ""
+		n.LUNs = append(n.LUNs, s)
+	}
+	return n
 }

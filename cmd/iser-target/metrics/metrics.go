@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"net/http"
 	"runtime"
+	"strconv"
 	"strings"
 	"time"
 
@@ -97,6 +98,11 @@ var (
 	ipsecDenials  = newFamily(counter, "ipsec_denials_total", "Connections that IPsec does not protect as required, by the moment they were refused or ended and the class of the reason: driver, keys, clear, profile, identity or program.", "moment reason")
 	ipsecNotices  = newFamily(counter, "ipsec_key_events_total", "Changes of IPsec keys and policies that the driver reported.", "")
 	ipsecFailures = newFamily(counter, "ipsec_driver_failures_total", "Calls of the IPsec driver that failed or took too long.", "")
+
+	clusterGateways = newFamily(gauge, "cluster_gateways", "Gateways of the cluster that are there; absent without a cluster.", "")
+	clusterJoined   = newFamily(gauge, "cluster_joined", "1 if the target has a lease in etcd, so that it can serve shared LUNs, else 0; absent without a cluster.", "")
+	sharedServed    = newFamily(gauge, "shared_lun_served", "1 if some gateway serves the shared LUN, as far as this one knows, else 0.", "target lun")
+	sharedHere      = newFamily(gauge, "shared_lun_here", "1 if this gateway serves the shared LUN, else 0.", "target lun")
 
 	tokensMade  = newFamily(counter, "tokens_made_total", "ROD tokens that POPULATE TOKEN made.", "")
 	tokensEnded = newFamily(counter, "tokens_ended_total", "ROD tokens that ended, by the reason: expired, changed (their data), revoked (the LUN is gone or was reopened) or deleted (by an initiator).", "reason")
@@ -224,6 +230,21 @@ type Reports struct {
 	IPsec    func() IPsec                   // of the guard and its driver
 	Reload   func() (ok bool, at time.Time) // whether the last one succeeded, and the last success
 	Tokens   func() lun.TokenCounts         // ROD tokens of POPULATE TOKEN
+	Cluster  func() *Cluster                // nil: the target is in none
+}
+
+// Cluster has the numbers of the metrics of clusters.
+type Cluster struct {
+	Joined   bool // the gateway has a lease
+	Gateways int
+	LUNs     []SharedLUN
+}
+
+// SharedLUN is a LUN that gateways share.
+type SharedLUN struct {
+	Target       string
+	ID           int
+	Served, Here bool
 }
 
 // IPsec has the numbers of the metrics of IPsec.
@@ -267,6 +288,7 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	c.collectIPsec(ch)
 	c.collectProgram(ch)
 	c.collectTokens(ch)
+	c.collectCluster(ch)
 	for key, at := range c.reports.Expiries() {
 		certificates.send(ch, float64(at.Unix()), key)
 	}
@@ -320,6 +342,21 @@ func (c *collector) collectProgram(ch chan<- prometheus.Metric) {
 	}
 	reloadSucceeded.send(ch, succeeded)
 	reloadTime.send(ch, float64(at.UnixMilli())/1000)
+}
+
+func (c *collector) collectCluster(ch chan<- prometheus.Metric) {
+	n := c.reports.Cluster()
+	if n == nil {
+		return
+	}
+	is := map[bool]float64{true: 1}
+	clusterJoined.send(ch, is[n.Joined])
+	clusterGateways.send(ch, float64(n.Gateways))
+	for _, l := range n.LUNs {
+		id := strconv.Itoa(l.ID)
+		sharedServed.send(ch, is[l.Served], l.Target, id)
+		sharedHere.send(ch, is[l.Here], l.Target, id)
+	}
 }
 
 func (c *collector) collectTokens(ch chan<- prometheus.Metric) {

@@ -72,7 +72,10 @@ func TestNamesFollowPrometheus(t *testing.T) {
 func reports(expiries func() map[string]time.Time, n IPsec) Reports {
 	return Reports{Version: "v1.2.3 " + runtime.Version(), Expiries: expiries, IPsec: func() IPsec { return n },
 		Reload: func() (bool, time.Time) { return false, time.UnixMilli(1500) },
-		Tokens: func() lun.TokenCounts { return lun.TokenCounts{Valid: 1, Made: 12, Ended: [4]uint64{5, 3, 2, 1}} }}
+		Tokens: func() lun.TokenCounts { return lun.TokenCounts{Valid: 1, Made: 12, Ended: [4]uint64{5, 3, 2, 1}} },
+		Cluster: func() *Cluster {
+			return &Cluster{Joined: true, Gateways: 2}
+		}}
 }
 
 // The version of the program is without that of the compiler, which has a label of its own. A failed reload is 0.
