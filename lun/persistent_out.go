@@ -121,27 +121,36 @@ func consumePROut(u *Unit, c *Command, p []byte, _ uint64) bool {
 		Target: c.nexus.port.TargetName, LUN: c.itl.id, Command: c.row.name,
 		Initiator: o.from.initiator.String(), TPGT: o.from.target,
 	})
-	u.mu.Lock()
-	var stop []*itl
-	for l := range u.seen {
-		for _, n := range o.notices {
-			if n.nexus == l.nexus.name {
-				l.raise(n.attention)
-				if now := l.nexus.find(EncodeLUN(l.id)); now != nil && now != l { // another unit replaced u
-					now.raise(n.attention)
-				}
-			}
-		}
-		if c.row.sa == prPreemptAndAbort && slices.Contains(o.preempted, l.nexus.name) {
-			stop = append(stop, l)
-		}
+	u.followUp(o.effects(), c)
+	return true
+}
+
+// effects returns what the change means to the nexuses.
+func (o *prOut) effects() prEffects {
+	e := prEffects{notices: o.notices, aborts: o.row.sa == prPreemptAndAbort}
+	if e.aborts {
+		e.aborted = o.preempted
 	}
-	u.mu.Unlock()
-	if c.row.sa == prPreemptAndAbort {
-		u.endCopies()
-		for _, l := range stop {
-			endAll(l.copies.haltBackground())
-		}
+	return e
+}
+
+// prEffects are what a change of registrations and reservations means to the nexuses of a unit.
+type prEffects struct {
+	notices []notice
+	aborts  bool        // it is a PREEMPT AND ABORT
+	aborted []nexusName // whose commands that ends
+}
+
+// followUp does what follows from a change that is in force: it raises unit attentions, and ends the commands of preempted
+// nexuses, except c. c is nil if the change came through another gateway. When followUp returns, those commands write nothing more.
+func (u *Unit) followUp(e prEffects, c *Command) {
+	stop := u.notify(e)
+	if !e.aborts {
+		return
+	}
+	u.endCopies()
+	for _, l := range stop {
+		endAll(l.copies.haltBackground())
 	}
 	for _, l := range stop {
 		if abort := l.nexus.abort.Load(); abort != nil {
@@ -153,7 +162,26 @@ func consumePROut(u *Unit, c *Command, p []byte, _ uint64) bool {
 	for _, l := range stop {
 		l.prevents = false // they no longer prevent the removal of the medium (SPC-4, section 5.13.11.2.6)
 	}
-	return true
+}
+
+// notify raises the unit attentions, and returns the nexuses whose commands have to end.
+func (u *Unit) notify(e prEffects) (stop []*itl) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	for l := range u.seen {
+		for _, n := range e.notices {
+			if n.nexus == l.nexus.name {
+				l.raise(n.attention)
+				if now := l.nexus.find(EncodeLUN(l.id)); now != nil && now != l { // another unit replaced u
+					now.raise(n.attention)
+				}
+			}
+		}
+		if slices.Contains(e.aborted, l.nexus.name) {
+			stop = append(stop, l)
+		}
+	}
+	return stop
 }
 
 // parse decodes the rest of the parameter list.

@@ -137,7 +137,8 @@ func (c *Command) conflict() bool {
 // OnPreempt sets what PREEMPT AND ABORT does about the commands of n. The function ends those for
 // the logical unit at lun, except the command except, and returns when nothing more of them will
 // be read, written or sent. It runs on the goroutine of the command that preempts, without a
-// lock; n may be closed by then. Set it before the first Begin.
+// lock; n may be closed by then. If that command came through another gateway, it runs on another goroutine, and
+// except is nil. Set it before the first Begin.
 func (n *Nexus) OnPreempt(abort func(lun [8]byte, except *Command)) { n.abort.Store(&abort) }
 
 // dropReserve ends a reservation by RESERVE of n, whose commands ended.
