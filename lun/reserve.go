@@ -83,6 +83,9 @@ func (u *Unit) restoreReservations() error {
 	return nil
 }
 
+// keepsReservations reports whether those with APTPL survive the loss of power.
+func (u *Unit) keepsReservations() bool { return u.opt.Reservations != nil || u.group != nil }
+
 // losePower ends everything that APTPL does not keep.
 func (r *reservations) losePower() {
 	r.mu.Lock()
@@ -287,6 +290,9 @@ func (u *Unit) Reservation() ReservationInfo {
 // and a reset do, and notifies the registered nexuses: RESERVATIONS PREEMPTED. It reports whether
 // any existed. An error leaves the persistent ones as they were.
 func (u *Unit) ClearReservation() (cleared bool, err error) {
+	if u.group != nil {
+		return u.group.clear()
+	}
 	gone, cleared, err := u.reservations.clear(&u.opt)
 	u.mu.Lock()
 	defer u.mu.Unlock()

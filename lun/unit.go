@@ -34,6 +34,8 @@ type Options struct {
 	Revision     string // 4 characters; default 0001
 	// Reservations keeps persistent reservations; nil: they do not survive a restart (PTPL_C 0).
 	Reservations *Reservations
+	// Shared makes persistent reservations the same on all gateways of a group; Reservations is nil then. See NewSharedReservations.
+	Shared *SharedReservations
 	// Settings keeps saved mode pages, the states of target port groups, and identifying
 	// information; nil: no mode page can be saved.
 	Settings *Settings
@@ -110,6 +112,7 @@ type Unit struct {
 	noFaults      atomic.Bool              // the unit ends: see stopFaults
 
 	reservations reservations
+	group        *member // nil: no other gateway has the unit
 
 	settings   turn          // of changes that are stored in Options.Settings
 	settingsMu sync.Mutex    // held while mode, modeSaved, access or identifying change, but not while they are stored
@@ -156,6 +159,9 @@ func New(s backend.Store, o Options) (*Unit, error) {
 	if o.Events == nil {
 		o.Events = func(e Event) { e.Log(slog.Default()) }
 	}
+	if o.Shared != nil && o.Reservations != nil {
+		return nil, errors.New("reservations: Options.Reservations and Options.Shared exclude each other")
+	}
 	info := s.Info()
 	if err := info.Validate(); err != nil {
 		return nil, fmt.Errorf("store: %w", err)
@@ -185,6 +191,7 @@ func New(s backend.Store, o Options) (*Unit, error) {
 		atomicWrite: info.AtomicWrite > 0,
 		removable:   o.Removable,
 		sanitizes:   o.Sanitize,
+		aloneOnly:   o.Shared == nil,
 	} {
 		if has {
 			u.has |= flag
@@ -196,7 +203,11 @@ func New(s backend.Store, o Options) (*Unit, error) {
 	if err := u.restoreReservations(); err != nil {
 		return nil, err
 	}
+	if o.Shared != nil {
+		u.group = newMember(o.Shared, u)
+	}
 	if err := u.resumeSanitize(); err != nil {
+		u.group.leave()
 		return nil, err
 	}
 	return u, nil
@@ -417,6 +428,7 @@ func (u *Unit) InheritFrom(old *Unit) {
 	r := &old.reservations
 	r.mu.Lock()
 	s := r.persistent
+	u.group.inherit(old.group)
 	r.handedOver = true
 	r.mu.Unlock()
 	next := &u.reservations
@@ -461,6 +473,7 @@ func (u *Unit) Detach() backend.Store {
 	all.release()
 	u.shutTokens()
 	u.gate.Retire()
+	u.group.leave()
 	return u.store
 }
 
@@ -472,6 +485,7 @@ func (u *Unit) Close() error {
 	u.shutTokens()
 	u.scrubber.close()
 	err := u.store.Close()
+	u.group.leave()
 	if err != nil && !errors.Is(err, backend.ErrClosed) {
 		u.unsynced.Store(true)
 		_ = u.checkSync(err)
