@@ -43,7 +43,7 @@ type member struct {
 	busy        map[span]int  // operations that are in force, but not applied in full
 	moved       chan struct{} // closed when at or joined changes
 	acks        chan struct{} // closed when another gateway has acknowledged something, or has gone
-	err         error         // why the member has not joined
+	err         error         // why the last try to join, or to follow, has failed
 	unconfirmed map[nexusName]prAttempt
 }
 
@@ -63,7 +63,7 @@ func newMember(s *SharedReservations, u *Unit) *member {
 	naa := u.opt.Identity.Serial
 	m := &member{
 		s: s, u: u, naa: naa, key: sharedAckKey + naa + "/" + s.newID(), wake: make(chan struct{}, 1), busy: map[span]int{},
-		moved: make(chan struct{}), acks: make(chan struct{}), unconfirmed: map[nexusName]prAttempt{}, err: errNotJoined,
+		moved: make(chan struct{}), acks: make(chan struct{}), unconfirmed: map[nexusName]prAttempt{},
 	}
 	m.ctx, m.cancel = context.WithCancel(s.ctx)
 	return m
@@ -88,7 +88,7 @@ func (u *Unit) JoinShared(ctx context.Context) error {
 	r.mu.Unlock()
 	for {
 		r.mu.Lock()
-		moved, err := m.moved, m.err
+		moved := m.moved
 		r.mu.Unlock()
 		if m.admits() {
 			return nil
@@ -96,7 +96,7 @@ func (u *Unit) JoinShared(ctx context.Context) error {
 		select {
 		case <-moved:
 		case <-ctx.Done():
-			return fmt.Errorf("NAA %s: %w", m.naa, err)
+			return fmt.Errorf("NAA %s: %w", m.naa, m.reason())
 		case <-m.ctx.Done():
 			return fmt.Errorf("NAA %s: %w", m.naa, m.ctx.Err())
 		}
@@ -185,15 +185,12 @@ func (m *member) run() {
 		m.acked, m.revision = ackEntry{}, 0
 		err := m.serve(ctx, t)
 		if m.ctx.Err() == nil && ctx.Err() == nil {
+			m.note(err)
 			// Calls of the store that began before have the same time as at the end of a lease.
 			pauseFor(ctx, m.s.o.Margin)
 			m.withdraw(ctx, t)
 		}
 		if m.ctx.Err() == nil {
-			if ctx.Err() != nil {
-				err = nil // the reason is that of the term
-			}
-			m.setJoined(nil, err)
 			pauseFor(m.ctx, sharedRetry)
 		} else {
 			m.withdraw(context.Background(), t)
@@ -205,7 +202,6 @@ func (m *member) run() {
 
 // end makes the member unknown in this process.
 func (m *member) end() {
-	m.setJoined(nil, errNotJoined)
 	m.s.mu.Lock()
 	defer m.s.mu.Unlock()
 	rest := slices.DeleteFunc(slices.Clone(m.s.members[m.naa]), func(o *member) bool { return o == m })
@@ -215,15 +211,22 @@ func (m *member) end() {
 }
 
 // setJoined begins or ends the time in which the unit serves.
-func (m *member) setJoined(t *sharedTerm, reason error) {
+func (m *member) setJoined(t *sharedTerm) {
 	r := &m.u.reservations
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	m.joined.Store(t)
-	if m.err = reason; t == nil && reason == nil {
-		m.err = errNotJoined
+	if m.joined.Store(t); t != nil {
+		m.err = nil
 	}
 	m.announce()
+}
+
+// note notes why the member does not serve, apart from its term.
+func (m *member) note(reason error) {
+	r := &m.u.reservations
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	m.err = reason
 }
 
 // withdraw removes the ackEntry, so that nobody waits for the member. Otherwise it goes with the lease.
@@ -235,7 +238,7 @@ func (m *member) withdraw(ctx context.Context, t *sharedTerm) {
 
 // serve joins and follows until that fails, or ctx, which ends with the term, does.
 func (m *member) serve(ctx context.Context, t *sharedTerm) error {
-	defer m.setJoined(nil, nil)
+	defer m.setJoined(nil)
 	if err := m.present(ctx, t, ackEntry{}); err != nil {
 		return err
 	}
@@ -249,7 +252,7 @@ func (m *member) serve(ctx context.Context, t *sharedTerm) error {
 			}
 		}
 		if m.joined.Load() == nil {
-			m.setJoined(t, nil)
+			m.setJoined(t)
 		}
 		select {
 		case <-m.wake:
@@ -269,16 +272,17 @@ func (m *member) present(ctx context.Context, t *sharedTerm, a ackEntry) error {
 		return err
 	}
 	for {
-		revision, err := t.lease.Put(ctx, m.key, data, m.revision)
-		switch {
-		case err == nil:
-			m.acked, m.revision = a, revision
-			return nil
-		case errors.Is(err, state.ErrLeaseEnded), ctx.Err() != nil:
+		err := m.s.call(ctx, func() (err error) {
+			revision, err := t.lease.Put(ctx, m.key, data, m.revision)
+			if err == nil {
+				m.acked, m.revision = a, revision
+			} else if v, err := m.s.o.Home.Get(ctx, m.key); err == nil { // an answer may have been lost
+				m.revision = v.Revision
+			}
 			return err
-		}
-		if v, err := m.s.o.Home.Get(ctx, m.key); err == nil { // an answer was lost
-			m.revision = v.Revision
+		})
+		if err == nil || errors.Is(err, state.ErrLeaseEnded) || ctx.Err() != nil {
+			return err
 		}
 		if !errors.Is(err, state.ErrConflict) && !pauseFor(ctx, sharedRetry) {
 			return err
@@ -299,7 +303,11 @@ func (m *member) applied() ackEntry {
 // get asks the home for the record until it answers or ctx ends.
 func (m *member) get(ctx context.Context) (state.Value, error) {
 	for {
-		v, err := m.s.o.Home.Get(ctx, sharedRecordKey+m.naa)
+		var v state.Value
+		err := m.s.call(ctx, func() (err error) {
+			v, err = m.s.o.Home.Get(ctx, sharedRecordKey+m.naa)
+			return err
+		})
 		if err == nil || ctx.Err() != nil || !pauseFor(ctx, sharedRetry) {
 			return v, err
 		}
@@ -366,7 +374,11 @@ func (m *member) join(ctx context.Context, t *sharedTerm) error {
 // isAlone reports whether no other gateway serves the unit. One that has the same name died before this one began.
 func (m *member) isAlone(ctx context.Context) (bool, error) {
 	for {
-		acks, err := m.s.others(ctx, m)
+		var acks map[string]ackEntry
+		err := m.s.call(ctx, func() (err error) {
+			acks, err = m.s.others(ctx, m)
+			return err
+		})
 		if err == nil {
 			for key, a := range acks {
 				if a.Serving && gatewayOf(key, m.naa) != m.s.o.Gateway {
@@ -835,11 +847,12 @@ func (m *member) clear() (cleared bool, err error) {
 func (m *member) reason() error {
 	r := &m.u.reservations
 	r.mu.Lock()
-	defer r.mu.Unlock()
-	if m.err == nil {
-		return errNotJoined
+	err := m.err
+	r.mu.Unlock()
+	if of := m.s.Err(); err == nil && of != nil {
+		return fmt.Errorf("%w: %w", errNotJoined, of)
 	}
-	return m.err
+	return cmp.Or(err, errNotJoined)
 }
 
 // A sharedPosition is what another process needs to follow the reservations from where this one is.

@@ -208,7 +208,7 @@ func outcome(res result) string {
 // and leave the reservations and unit attentions of the model on both. When two steps come at the same moment, they have the results of one
 // of their orders.
 func TestSharedModel(t *testing.T) {
-	sharedBubble(t, "xy", func(gr *sharedGroup, g []*sharedGateway) {
+	sharedBubble(t, "xy", func(t *testing.T, gr *sharedGroup, g []*sharedGateway) {
 		const steps = 1000
 		rng := rand.New(rand.NewPCG(7, 0))
 		nexuses := map[string]*Nexus{}
@@ -291,7 +291,7 @@ func TestSharedModel(t *testing.T) {
 				swapped = append([]string{second.do(s)}, swapped...)
 			}
 			errs := []error{matches(&first, told), matches(&second, told)}
-			if !slices.Equal(want, swapped) {
+			if !slices.Equal(want, swapped) || first.String() != second.String() || !maps.Equal(first.due, second.due) {
 				counts["the order counts"]++
 			}
 			switch {

@@ -38,6 +38,9 @@ const (
 	sharedRetry = 200 * time.Millisecond
 	// confirmPoll is how often a command asks which gateways have acknowledged, if it hears nothing.
 	confirmPoll = 500 * time.Millisecond
+	// maxSharedCalls is how many calls of the home are under way for units of a gateway that join or follow. Thousands at once
+	// would all come too late.
+	maxSharedCalls = 16
 )
 
 // Prefixes of keys in the home.
@@ -86,6 +89,7 @@ type SharedReservations struct {
 	ctx    context.Context
 	cancel context.CancelFunc
 	done   sync.WaitGroup
+	calls  chan struct{} // has room for maxSharedCalls
 	serial atomic.Uint64 // of parts and operations
 
 	mu      sync.Mutex // guards the fields below
@@ -115,9 +119,9 @@ func (t *sharedTerm) isHeld() bool {
 //  1. New with Options.Shared, and not with Options.Reservations.
 //  2. Unit.InheritFrom or Unit.Restore, if the unit continues another one of this gateway.
 //  3. Unit.JoinShared. Until it has succeeded, commands are BUSY.
-//  4. Inventory.Add or Inventory.Replace.
+//  4. Inventory.Add or Inventory.Replace. The unit that was replaced is closed after that.
 //
-// Close and Detach of the unit end its part. Close ends that of the gateway, after all units are closed.
+// The inventory has the target ports of all gateways of the group (see NewInventory), for ALL_TG_PT. Close and Detach of the unit end its part. Close ends that of the gateway, after all units are closed.
 func NewSharedReservations(o SharedOptions) (*SharedReservations, error) {
 	if o.TTL == 0 {
 		o.TTL = sharedTTL
@@ -138,7 +142,7 @@ func NewSharedReservations(o SharedOptions) (*SharedReservations, error) {
 	case o.Margin < 0 || o.Margin > o.TTL/2:
 		return nil, fmt.Errorf("shared reservations: a margin of %v: it can be 0s to %v, half of the lease", o.Margin, o.TTL/2)
 	}
-	s := &SharedReservations{o: o, id: rand.Text(), changed: make(chan struct{}), members: map[string][]*member{}}
+	s := &SharedReservations{o: o, id: rand.Text(), calls: make(chan struct{}, maxSharedCalls), changed: make(chan struct{}), members: map[string][]*member{}}
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	s.done.Go(s.lead)
 	s.done.Go(func() { s.follow(sharedRecordKey, (*member).offer) })
@@ -170,6 +174,17 @@ func (s *SharedReservations) Remove(ctx context.Context, naa string) error {
 			return err
 		}
 	}
+}
+
+// call calls the home by f, when it is its turn.
+func (s *SharedReservations) call(ctx context.Context, f func() error) error {
+	select {
+	case s.calls <- struct{}{}:
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+	defer func() { <-s.calls }()
+	return f()
 }
 
 // pauseFor waits, and reports false if ctx ends first.

@@ -14,7 +14,7 @@ import (
 
 // What initiators do on one gateway holds on the other, and nexuses there hear of it.
 func TestSharedReservations(t *testing.T) {
-	sharedBubble(t, "xy", func(gr *sharedGroup, g []*sharedGateway) {
+	sharedBubble(t, "xy", func(t *testing.T, gr *sharedGroup, g []*sharedGateway) {
 		x, y := g[0], g[1]
 		a, b, c := x.enter("a"), y.enter("b"), y.enter("c")
 		gr.ok(a, prRegister, 0, 0, 1)
@@ -61,7 +61,7 @@ func TestSharedReservations(t *testing.T) {
 
 // Of two nodes that preempt each other through different gateways at the same moment, one wins.
 func TestSharedDuel(t *testing.T) {
-	sharedBubble(t, "xy", func(gr *sharedGroup, g []*sharedGateway) {
+	sharedBubble(t, "xy", func(t *testing.T, gr *sharedGroup, g []*sharedGateway) {
 		a, b := g[0].enter("a"), g[1].enter("b")
 		won := map[string]int{}
 		for range 40 {
@@ -93,7 +93,7 @@ func TestSharedDuel(t *testing.T) {
 // GOOD comes after the other gateway has the change in force, however long that takes. Only if its lease ends first, GOOD does not
 // wait for it, and it serves nothing then.
 func TestSharedAcknowledgement(t *testing.T) {
-	sharedBubble(t, "xyz", func(gr *sharedGroup, g []*sharedGateway) {
+	sharedBubble(t, "xyz", func(t *testing.T, gr *sharedGroup, g []*sharedGateway) {
 		a, b := g[0].enter("a"), g[1].enter("b")
 		gr.ok(a, prRegister, 0, 0, 1)
 		g[1].link.Cut(true)
@@ -146,7 +146,7 @@ func TestSharedAcknowledgement(t *testing.T) {
 // PREEMPT AND ABORT ends commands of nexuses on another gateway before it is GOOD. A command there that does not end stops
 // neither the next change of the unit, nor another unit.
 func TestSharedPreemptAndAbort(t *testing.T) {
-	sharedBubble(t, "xy", func(gr *sharedGroup, g []*sharedGateway) {
+	sharedBubble(t, "xy", func(t *testing.T, gr *sharedGroup, g []*sharedGateway) {
 		x, y := g[0], g[1]
 		neighbor := testIdentity
 		neighbor.NAA[7]++
@@ -221,7 +221,7 @@ func TestSharedMissed(t *testing.T) {
 		"guess": {maxLog, "2a/05", "2a/05", "", "bc"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			sharedBubble(t, "xy", func(gr *sharedGroup, g []*sharedGateway) {
+			sharedBubble(t, "xy", func(t *testing.T, gr *sharedGroup, g []*sharedGateway) {
 				x, y := g[0], g[1]
 				a, b, c, d := x.enter("a"), y.enter("b"), y.enter("c"), y.enter("d")
 				gr.ok(a, prRegister, 0, 0, 1)
@@ -270,7 +270,7 @@ func TestSharedMissed(t *testing.T) {
 
 // A reset of the unit leaves the reservations on all gateways. A loss of power ends those that APTPL does not keep, everywhere.
 func TestSharedPower(t *testing.T) {
-	sharedBubble(t, "xy", func(gr *sharedGroup, g []*sharedGateway) {
+	sharedBubble(t, "xy", func(t *testing.T, gr *sharedGroup, g []*sharedGateway) {
 		x, y := g[0], g[1]
 		a, b := x.enter("a"), y.enter("b")
 		gr.ok(a, prRegister, 0, 0, 1)
@@ -325,7 +325,7 @@ func TestSharedPower(t *testing.T) {
 
 // While nobody has a lease because the home does not answer, that is no loss of power.
 func TestSharedOutage(t *testing.T) {
-	sharedBubble(t, "xy", func(gr *sharedGroup, g []*sharedGateway) {
+	sharedBubble(t, "xy", func(t *testing.T, gr *sharedGroup, g []*sharedGateway) {
 		a, b := g[0].enter("a"), g[1].enter("b")
 		gr.ok(a, prRegister, 0, 0, 1)
 		gr.ok(a, prReserve, 3, 1, 0)

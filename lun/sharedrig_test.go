@@ -38,7 +38,7 @@ type sharedGateway struct {
 }
 
 // sharedBubble runs a test with gateways of these names on a fake clock.
-func sharedBubble(t *testing.T, names string, test func(gr *sharedGroup, g []*sharedGateway)) {
+func sharedBubble(t *testing.T, names string, test func(t *testing.T, gr *sharedGroup, g []*sharedGateway)) {
 	synctest.Test(t, func(t *testing.T) {
 		gr := &sharedGroup{T: t, memory: hometest.NewMemory(1), limit: 30 * time.Second}
 		var list []*sharedGateway
@@ -50,7 +50,7 @@ func sharedBubble(t *testing.T, names string, test func(gr *sharedGroup, g []*sh
 				g.stop()
 			}
 		}()
-		test(gr, list)
+		test(t, gr, list)
 	})
 }
 
