@@ -234,10 +234,7 @@ func TestSharedReload(t *testing.T) {
 		if err := y.unit.Restore(st); err != nil {
 			t.Fatal(err)
 		}
-		y.join(y.unit)
-		if err := y.inv.Add(0, y.unit); err != nil {
-			t.Fatal(err)
-		}
+		y.serve()
 		y.want("0@4 a1=1 b2=3")
 		for _, n := range st.Shared.Numbers {
 			if n == 0 {

@@ -20,7 +20,8 @@ type sharedGroup struct {
 	*testing.T
 	memory *hometest.Memory
 	all    []*sharedGateway
-	limit  time.Duration // of SharedOptions; it may change
+	ttl    time.Duration // of SharedOptions, like limit, which may change
+	limit  time.Duration
 }
 
 // A sharedGateway is one of them, as a process.
@@ -28,7 +29,7 @@ type sharedGateway struct {
 	*sharedGroup
 	name   string
 	tpgt   uint16
-	link   *hometest.Link
+	link   *hometest.Link // nil: the home is another one
 	shared *SharedReservations
 	unit   *Unit
 	inv    *Inventory
@@ -58,19 +59,34 @@ func sharedBubble(t *testing.T, names string, test func(t *testing.T, gr *shared
 func (gr *sharedGroup) start(name string, tpgt uint16) *sharedGateway {
 	gr.Helper()
 	g := gr.prepare(name, tpgt)
+	g.serve()
+	return g
+}
+
+// serve lets initiators use the unit.
+func (g *sharedGateway) serve() {
+	g.Helper()
 	g.join(g.unit)
 	if err := g.inv.Add(0, g.unit); err != nil {
-		gr.Fatal(err)
+		g.Fatal(err)
 	}
-	return g
 }
 
 // prepare does what start does, up to JoinShared.
 func (gr *sharedGroup) prepare(name string, tpgt uint16) *sharedGateway {
 	gr.Helper()
-	g := &sharedGateway{sharedGroup: gr, name: name, tpgt: tpgt, link: gr.memory.Link(5 * time.Millisecond), inv: NewInventory(1, 2, 3)}
+	link := gr.memory.Link(5 * time.Millisecond)
+	g := gr.prepareAt(link, name, tpgt)
+	g.link = link
+	return g
+}
+
+// prepareAt does what prepare does with a way to the home.
+func (gr *sharedGroup) prepareAt(home state.Lessor, name string, tpgt uint16) *sharedGateway {
+	gr.Helper()
+	g := &sharedGateway{sharedGroup: gr, name: name, tpgt: tpgt, inv: NewInventory(1, 2, 3)}
 	var err error
-	g.shared, err = NewSharedReservations(SharedOptions{Home: g.link, Gateway: name, Limit: func() time.Duration { return gr.limit }})
+	g.shared, err = NewSharedReservations(SharedOptions{Home: home, Gateway: name, TTL: gr.ttl, Limit: func() time.Duration { return gr.limit }})
 	if err != nil {
 		gr.Fatal(err)
 	}
@@ -111,7 +127,9 @@ func (g *sharedGateway) stop() {
 		return
 	}
 	g.closed = true
-	g.link.Cut(false)
+	if g.link != nil {
+		g.link.Cut(false)
+	}
 	if err := g.inv.Close(); err != nil {
 		g.Error(err)
 	}
