@@ -421,3 +421,20 @@ func FuzzSharedRecord(f *testing.F) {
 		}
 	})
 }
+
+// The first changes of a unit come while its gateways still look for earlier ones.
+func TestSharedFirstChange(t *testing.T) {
+	for seed := range uint64(200) {
+		sharedBubbleOf(t, seed, "xy", func(t *testing.T, gr *sharedGroup, g []*sharedGateway) {
+			a, b := g[0].enter("a"), g[1].enter("b")
+			p, q := beginOut(a, prRegister, 0, 0, 1), beginOut(b, prRegister, 0, 0, 2)
+			<-p.done
+			<-q.done
+			wantGood(t, "REGISTER of a", p.res)
+			wantGood(t, "REGISTER of b", q.res)
+			for _, g := range g {
+				g.want("0@2 a1=1 b2=2")
+			}
+		})
+	}
+}

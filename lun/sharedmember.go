@@ -413,24 +413,23 @@ func (m *member) catchNews(ctx context.Context) error {
 	if done {
 		return nil
 	}
-	if stale {
-		var err error
-		if v, err = m.get(ctx); err != nil {
-			return err
-		}
-	}
 	give, err := m.takeTurn(ctx)
 	if err != nil {
 		return err
 	}
 	defer give()
+	if stale { // with the turn, or a change of this gateway could come after the answer
+		if v, err = m.get(ctx); err != nil {
+			return err
+		}
+	}
 	return m.adopt(v)
 }
 
 // adopt brings a value of the home in force, unless a later one is. The rest of what it means continues when adopt has returned; applied
 // knows.
 //
-// Preconditions: the caller has the turn.
+// Preconditions: the caller has the turn. If v has no Data, it had the turn when it asked the home.
 func (m *member) adopt(v state.Value) error {
 	p, s := position{known: true}, prState{}
 	if v.Data != nil {

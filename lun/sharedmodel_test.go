@@ -8,6 +8,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/iser-target/iser-target/lun/state/hometest"
 )
 
 // A prModel is what SPC-4 says about the reservations of a unit, in the simplest form.
@@ -208,9 +210,15 @@ func outcome(res result) string {
 // and leave the reservations and unit attentions of the model on both. When two steps come at the same moment, they have the results of one
 // of their orders.
 func TestSharedModel(t *testing.T) {
-	sharedBubble(t, "xy", func(t *testing.T, gr *sharedGroup, g []*sharedGateway) {
+	for seed := range uint64(3) {
+		t.Run(fmt.Sprint("seed ", seed), func(t *testing.T) { testSharedModel(t, seed) })
+	}
+}
+
+func testSharedModel(t *testing.T, seed uint64) {
+	sharedBubbleOf(t, seed, "xy", func(t *testing.T, gr *sharedGroup, g []*sharedGateway) {
 		const steps = 1000
-		rng := rand.New(rand.NewPCG(7, 0))
+		rng := rand.New(rand.NewPCG(seed, 0))
 		nexuses := map[string]*Nexus{}
 		names := []string{"a1", "b1", "a2", "c2"}
 		for i, name := range names {
@@ -246,11 +254,15 @@ func TestSharedModel(t *testing.T) {
 			}
 			return nil
 		}
-		counts := map[string]int{}
+		counts, cut := map[string]int{}, map[*hometest.Link]time.Time{}
 		for i := 0; i < steps; {
 			switch rng.IntN(12) {
 			case 0:
 				l := g[rng.IntN(2)].link
+				if time.Since(cut[l]) < sharedTTL { // else it might lose its lease
+					break
+				}
+				cut[l] = time.Now()
 				l.Cut(true)
 				time.AfterFunc(time.Duration(rng.IntN(2000))*time.Millisecond, func() { l.Cut(false) })
 			case 1:

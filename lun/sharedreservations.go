@@ -234,7 +234,7 @@ func (s *SharedReservations) serveTerm() error {
 			_ = lease.End(ctx)
 		}
 	}()
-	for pauseFor(s.ctx, lease.TTL()/sharedRenewals) {
+	for wait := lease.TTL() / sharedRenewals; pauseFor(s.ctx, wait); {
 		began := time.Now()
 		ctx, cancel := context.WithTimeout(s.ctx, lease.TTL()/2)
 		err := lease.Renew(ctx)
@@ -242,8 +242,11 @@ func (s *SharedReservations) serveTerm() error {
 		switch {
 		case err == nil:
 			extend(began)
+			wait = lease.TTL() / sharedRenewals
 		case errors.Is(err, state.ErrLeaseEnded) || !t.isHeld():
 			return err
+		default:
+			wait = sharedRetry
 		}
 	}
 	return nil

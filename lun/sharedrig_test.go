@@ -40,8 +40,13 @@ type sharedGateway struct {
 
 // sharedBubble runs a test with gateways of these names on a fake clock.
 func sharedBubble(t *testing.T, names string, test func(t *testing.T, gr *sharedGroup, g []*sharedGateway)) {
+	sharedBubbleOf(t, 1, names, test)
+}
+
+// sharedBubbleOf does what sharedBubble does with a seed of the home.
+func sharedBubbleOf(t *testing.T, seed uint64, names string, test func(t *testing.T, gr *sharedGroup, g []*sharedGateway)) {
 	synctest.Test(t, func(t *testing.T) {
-		gr := &sharedGroup{T: t, memory: hometest.NewMemory(1), limit: 30 * time.Second}
+		gr := &sharedGroup{T: t, memory: hometest.NewMemory(seed), limit: 30 * time.Second}
 		var list []*sharedGateway
 		for i, name := range strings.Split(names, "") {
 			list = append(list, gr.start(name, uint16(i+1)))
