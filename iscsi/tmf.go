@@ -258,12 +258,15 @@ func (c *conn) tellLoss() {
 
 // abortUnit aborts the commands of s for a logical unit, except the PREEMPT AND ABORT that asks for
 // it, and waits until they have ended. A PREEMPT AND ABORT that is aborted itself stops waiting:
-// two of them may be each other's victims.
+// two of them may be each other's victims. preempt is nil if it came through another gateway.
 func (s *session) abortUnit(field [8]byte, preempt *lun.Command) {
 	defer s.node.countFencing(byPreempt, clock())
-	by := preempt.Owner.(*Task)
+	var by *Task
+	if preempt != nil {
+		by = preempt.Owner.(*Task)
+	}
 	match := func(t *Task) bool { return t.isCommand() && t != by && s.nexus.SameUnit(t.header().LUN(), field) }
-	if by.conn.sess == s {
+	if by != nil && by.conn.sess == s {
 		s.abort(match, false)
 	} else {
 		s.takeAway(match)
@@ -274,8 +277,11 @@ func (s *session) abortUnit(field [8]byte, preempt *lun.Command) {
 }
 
 // setPreempts notes where t, a PREEMPT AND ABORT, waits for aborted commands: abortTasks wakes
-// it there.
+// it there. t may be nil.
 func (t *Task) setPreempts(of *shared) {
+	if t == nil {
+		return
+	}
 	c := t.conn
 	c.mu.Lock()
 	defer c.mu.Unlock()

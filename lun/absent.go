@@ -17,7 +17,7 @@ func NewAbsent(blockSize uint32, o Options) (*Unit, error) {
 			modes = kept.Mode.modes() & modeDSense
 		}
 	}
-	o.Reservations, o.Settings, o.Sanitizations, o.SyncFailures, o.Sanitize = nil, nil, nil, nil, false
+	o.Reservations, o.Shared, o.Settings, o.Sanitizations, o.SyncFailures, o.Sanitize = nil, nil, nil, nil, nil, false
 	u, err := New(absentStore{blockSize}, o)
 	if err == nil {
 		u.absent = condNoStore

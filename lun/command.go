@@ -99,6 +99,9 @@ func (n *Nexus) Begin(c *Command) bool {
 		if k := c.unit.obstacle(n, row.flags); k != condNone {
 			return c.fail(k)
 		}
+		if row.flags&anyPersistent == 0 && !c.unit.group.admits() {
+			return c.busy()
+		}
 		if f := c.unit.reservations.fence.Load(); f != nil && f.keepsOut(n, row, c.CDB) {
 			return c.conflict()
 		}

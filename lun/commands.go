@@ -93,13 +93,14 @@ const (
 	changes                         // changes what other initiators see: not from those that may only read
 	formats                         // a failed FORMAT UNIT is no obstacle
 	protects                        // with protection information, the CDB has a protect field in byte 1
+	aloneOnly                       // not where other gateways have the unit, too
 	formatsTypes                    // with protection information, the CDB has FMTPINFO
 	setsAccess                      // only where initiators set the states of target port groups
 )
 
 // Flags of several rows.
 const (
-	optional = thin | atomicWrite | removable | sanitizes | setsAccess // some units do not have these rows
+	optional = thin | atomicWrite | removable | sanitizes | setsAccess | aloneOnly // some units do not have these rows
 	anyLUN   = absentLUN | keepAttention | anyPersistent | anyReserve
 	anyPR    = anyPersistent | anyReserve | inStandby
 )
@@ -133,8 +134,8 @@ var commands = slices.Concat([]command{
 	{0x0a, noSA, "WRITE(6)", medium | writes, "\x1f\xff\xff\xff\x00", write},
 	{0x12, noSA, "INQUIRY", anyLUN, "\x01\xff\xff\xff\x00", phases{begin: inquiry}},
 	{opModeSelect6, noSA, "MODE SELECT(6)", allData | inStandby | changes, "\x11\x00\x00\xff\x00", modeSelect},
-	{0x16, noSA, "RESERVE(6)", anyPersistent | changes, none6, reserveUnit},
-	{0x17, noSA, "RELEASE(6)", anyPersistent | anyReserve, none6, releaseUnit},
+	{0x16, noSA, "RESERVE(6)", anyPersistent | changes | aloneOnly, none6, reserveUnit},
+	{0x17, noSA, "RELEASE(6)", anyPersistent | anyReserve | aloneOnly, none6, releaseUnit},
 	{opModeSense6, noSA, "MODE SENSE(6)", reads | inStandby, "\x08\xff\xff\xff\x00", phases{begin: modeSense}},
 	{opStartStop, noSA, "START STOP UNIT", changes, "\x01\x00\x0f\xf7\x00",
 		phases{begin: startStop, end: endStartStop}},
@@ -168,8 +169,8 @@ var commands = slices.Concat([]command{
 	{0x4d, noSA, "LOG SENSE", anyPR, "\x00\xff\xff\x00\xff\xff\xff\xff\x00", phases{begin: logSense}},
 	{opModeSelect10, noSA, "MODE SELECT(10)", allData | inStandby | changes, "\x11\x00\x00\x00\x00\x00\xff\xff\x00",
 		modeSelect},
-	{0x56, noSA, "RESERVE(10)", anyPersistent | changes, none10, reserveUnit},
-	{0x57, noSA, "RELEASE(10)", anyPersistent | anyReserve, none10, releaseUnit},
+	{0x56, noSA, "RESERVE(10)", anyPersistent | changes | aloneOnly, none10, reserveUnit},
+	{0x57, noSA, "RELEASE(10)", anyPersistent | anyReserve | aloneOnly, none10, releaseUnit},
 	{0x5a, noSA, "MODE SENSE(10)", reads | inStandby, "\x18\xff\xff\x00\x00\x00\xff\xff\x00", phases{begin: modeSense}},
 	{opPRIn, prReadKeys, "PERSISTENT RESERVE IN, READ KEYS", anyPR, prIn, phases{begin: beginPRIn}},
 	{opPRIn, prReadReservation, "PERSISTENT RESERVE IN, READ RESERVATION", anyPR, prIn, phases{begin: beginPRIn}},

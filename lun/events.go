@@ -79,6 +79,13 @@ type FaultsEndedEvent struct {
 // A SyncsFailEvent is a unit that inherits a failed sync, from a predecessor or from before a restart: all its syncs fail.
 type SyncsFailEvent struct{ Serial string }
 
+// A ReservationUnconfirmedEvent is a PERSISTENT RESERVE OUT that is in force, or may be, although another gateway has not
+// acknowledged it in time. Its initiator was told to try again.
+type ReservationUnconfirmedEvent struct {
+	Serial string
+	Err    error
+}
+
 // A StateNotStoredEvent is a state file that could not be replaced. The command
 // failed, and its initiator knows nothing about files.
 type StateNotStoredEvent struct {
@@ -115,6 +122,9 @@ type SanitizeEvent struct {
 
 // Kind implements Event.
 func (ReservationChangedEvent) Kind() string { return "reservation" }
+
+// Kind implements Event.
+func (ReservationUnconfirmedEvent) Kind() string { return "reservation" }
 
 // Kind implements Event.
 func (ReservationEndedEvent) Kind() string { return "reservation" }
@@ -216,6 +226,12 @@ func (e SyncsFailEvent) Log(l *slog.Logger, extra ...slog.Attr) {
 // Log implements Event.
 func (e StateNotStoredEvent) Log(l *slog.Logger, extra ...slog.Attr) {
 	logLine(l, slog.LevelError, "state not stored",
+		append(extra, slog.String("naa", e.Serial), slog.Any("reason", e.Err))...)
+}
+
+// Log implements Event.
+func (e ReservationUnconfirmedEvent) Log(l *slog.Logger, extra ...slog.Attr) {
+	logLine(l, slog.LevelWarn, "reservation change not confirmed",
 		append(extra, slog.String("naa", e.Serial), slog.Any("reason", e.Err))...)
 }
 

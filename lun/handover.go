@@ -95,6 +95,7 @@ type UnitState struct {
 	APTPL        bool              `json:"aptpl,omitempty"`       // of the registrations
 	Reservation  *unitEntry        `json:"reservation,omitempty"` // registrations; null: none
 	MadeBy       []string          `json:"made_by,omitempty"`     // the initiator that made each registration
+	Shared       *sharedPosition   `json:"shared,omitempty"`      // of Options.Shared; nil: it does not know the reservations
 }
 
 // Busy returns what the unit does without a command of a session, or an empty string. It has no State then.
@@ -145,6 +146,7 @@ func (u *Unit) State() UnitState {
 			st.MadeBy = append(st.MadeBy, reg.by)
 		}
 	}
+	st.Shared = u.group.position()
 	return st
 }
 
@@ -166,6 +168,9 @@ func (u *Unit) Restore(st UnitState) error {
 		}
 	}
 	persistent.generation, persistent.aptpl = st.Generation, st.APTPL
+	if err := st.Shared.check(len(persistent.registrations)); err != nil {
+		return err
+	}
 	if st.PortGroups != nil {
 		if err := (settingsEntry{PortGroups: st.PortGroups}).Check(); err != nil {
 			return err
@@ -213,6 +218,7 @@ func (u *Unit) Restore(st UnitState) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.persistent = persistent
+	u.group.restore(st.Shared)
 	r.publish()
 	return nil
 }

@@ -89,10 +89,15 @@ func (u *Unit) Hang() (h Hang, hangs bool) {
 func (u *Unit) Hangs() uint64 { return u.watch.hangs.Load() }
 
 // heldUp reports whether the unit must not touch its store.
-func (u *Unit) heldUp() bool { return u.detachedIn.Load() > 0 || u.watch.hung.Load() }
+func (u *Unit) heldUp() bool {
+	return u.detachedIn.Load() > 0 || u.watch.hung.Load() || !u.group.admits()
+}
 
 // heldUpStatus returns for Status why the unit is held up.
 func (u *Unit) heldUpStatus() string {
+	if !u.group.admits() {
+		return "reservations are out of reach: " + u.group.reason().Error()
+	}
 	h, hangs := u.Hang()
 	if !hangs {
 		calls := u.gate.State()

@@ -260,8 +260,17 @@ func (inv *Inventory) Entries() []Entry {
 // PowerOn does what ResetUnit does for all logical units, and also what a loss of power does: it
 // ends persistent reservations and registrations that APTPL does not keep (SPC-4, section 5.13.5).
 func (inv *Inventory) PowerOn() {
+	var shared sync.WaitGroup
 	for _, e := range inv.Entries() {
-		e.Unit.reservations.losePower()
+		if m := e.Unit.group; m != nil {
+			shared.Go(m.losePower)
+		}
+	}
+	shared.Wait()
+	for _, e := range inv.Entries() {
+		if e.Unit.group == nil {
+			e.Unit.reservations.losePower()
+		}
 		e.Unit.clock.Store(nil)
 		e.Unit.reset(condPowerOn)
 	}

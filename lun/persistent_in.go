@@ -9,6 +9,9 @@ func beginPRIn(u *Unit, c *Command) bool {
 	if r.reservedByReserve() {
 		return c.conflict()
 	}
+	if !u.group.admits() {
+		return c.busy()
+	}
 	r.mu.Lock()
 	s := r.persistent
 	r.mu.Unlock()
@@ -84,7 +87,10 @@ func prCapabilities(u *Unit, c *Command) bool {
 	}
 	b := c.zeroed(8)
 	b[1], b[2], b[3] = byte(len(b)), crh|sipC|atpC, tmv|allow
-	if u.opt.Reservations != nil {
+	if u.group != nil {
+		b[2] &^= crh
+	}
+	if u.keepsReservations() {
 		b[2] |= ptplC
 	}
 	r.mu.Lock()

@@ -62,7 +62,8 @@ type prOut struct {
 	unreg      bool
 	targetPort uint16 // RELATIVE TARGET PORT IDENTIFIER
 
-	state     prState // of the unit; apply changes it
+	before    prState // of the unit
+	state     prState // what comes after; apply changes it
 	notices   []notice
 	preempted []nexusName // lost their registration to PREEMPT
 }
@@ -101,6 +102,8 @@ func beginPROut(u *Unit, c *Command) bool {
 	switch {
 	case u.reservations.reservedByReserve():
 		return c.conflict()
+	case !u.group.admits():
+		return c.busy()
 	case n < prListLen || n > MaxParameterList:
 		return c.fail(condListLength)
 	}
@@ -114,34 +117,57 @@ func consumePROut(u *Unit, c *Command, p []byte, _ uint64) bool {
 	o := prOut{
 		Command: c, from: c.nexus.name, key: be.Uint64(p), saKey: be.Uint64(p[8:]), reader: c.itl.readOnly.Load(),
 	}
-	if !o.parse(p) || !o.execute() {
+	switch {
+	case !o.parse(p):
+		return false
+	case u.group != nil:
+		return u.group.executeOut(&o, p)
+	case !o.execute():
 		return false
 	}
-	u.opt.Events(ReservationChangedEvent{
+	o.inForce()
+	return true
+}
+
+// inForce does what follows from o, which is in force.
+func (o *prOut) inForce() {
+	c := o.Command
+	c.unit.opt.Events(ReservationChangedEvent{
 		Target: c.nexus.port.TargetName, LUN: c.itl.id, Command: c.row.name,
 		Initiator: o.from.initiator.String(), TPGT: o.from.target,
 	})
-	u.mu.Lock()
-	var stop []*itl
-	for l := range u.seen {
-		for _, n := range o.notices {
-			if n.nexus == l.nexus.name {
-				l.raise(n.attention)
-				if now := l.nexus.find(EncodeLUN(l.id)); now != nil && now != l { // another unit replaced u
-					now.raise(n.attention)
-				}
-			}
-		}
-		if c.row.sa == prPreemptAndAbort && slices.Contains(o.preempted, l.nexus.name) {
-			stop = append(stop, l)
-		}
+	c.unit.followUp(o.effects(), c)
+}
+
+// effects returns what the change means to the nexuses.
+func (o *prOut) effects() prEffects {
+	e := prEffects{notices: o.notices, aborts: o.row.sa == prPreemptAndAbort}
+	if e.aborts {
+		e.aborted = o.preempted
 	}
-	u.mu.Unlock()
-	if c.row.sa == prPreemptAndAbort {
-		u.endCopies()
-		for _, l := range stop {
-			endAll(l.copies.haltBackground())
-		}
+	return e
+}
+
+// prEffects are what a change of registrations and reservations means to the nexuses of a unit.
+type prEffects struct {
+	notices []notice
+	aborts  bool        // it is a PREEMPT AND ABORT
+	aborted []nexusName // whose commands that ends
+}
+
+// followUp does what follows from a change that is in force: it raises unit attentions, and ends the commands of preempted
+// nexuses, except c. c is nil if the change came through another gateway. When followUp returns, those commands write nothing more.
+func (u *Unit) followUp(e prEffects, c *Command) {
+	if stop := u.notify(e); e.aborts {
+		u.endCommands(stop, c)
+	}
+}
+
+// endCommands does what PREEMPT AND ABORT does about the commands of preempted nexuses.
+func (u *Unit) endCommands(stop []*itl, c *Command) {
+	u.endCopies()
+	for _, l := range stop {
+		endAll(l.copies.haltBackground())
 	}
 	for _, l := range stop {
 		if abort := l.nexus.abort.Load(); abort != nil {
@@ -153,7 +179,26 @@ func consumePROut(u *Unit, c *Command, p []byte, _ uint64) bool {
 	for _, l := range stop {
 		l.prevents = false // they no longer prevent the removal of the medium (SPC-4, section 5.13.11.2.6)
 	}
-	return true
+}
+
+// notify raises the unit attentions, and returns the nexuses whose commands have to end.
+func (u *Unit) notify(e prEffects) (stop []*itl) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	for l := range u.seen {
+		for _, n := range e.notices {
+			if n.nexus == l.nexus.name {
+				l.raise(n.attention)
+				if now := l.nexus.find(EncodeLUN(l.id)); now != nil && now != l { // another unit replaced u
+					now.raise(n.attention)
+				}
+			}
+		}
+		if slices.Contains(e.aborted, l.nexus.name) {
+			stop = append(stop, l)
+		}
+	}
+	return stop
 }
 
 // parse decodes the rest of the parameter list.
@@ -178,7 +223,7 @@ func (o *prOut) parse(p []byte) bool {
 	}
 	if at := prOuts[sa].aptpl; at != 0 {
 		o.aptpl = p[at]>>aptplBit&1 != 0
-		if o.aptpl && o.unit.opt.Reservations == nil {
+		if o.aptpl && !o.unit.keepsReservations() {
 			return o.failListBit(at, aptplBit)
 		}
 	}
@@ -244,7 +289,7 @@ func (o *prOut) decide() bool {
 	r, row := &o.unit.reservations, &prOuts[o.row.sa]
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	o.state = r.persistent
+	o.before, o.state = r.persistent, r.persistent
 	i := o.state.find(o.from)
 	if r.handedOver {
 		return o.failClosed()
@@ -267,7 +312,7 @@ func (o *prOut) decide() bool {
 func (o *prOut) put(n nexusName) bool {
 	by, bound := o.from.initiator.name, o.unit.opt.Registrations
 	isNew := o.state.find(n) < 0
-	o.state.put(registration{n, o.saKey, o.allTgPt, by})
+	o.state.put(registration{nexus: n, key: o.saKey, allTargetPorts: o.allTgPt, by: by})
 	switch {
 	case isNew && int64(o.state.madeBy(by)) > bound.Max():
 		bound.Bite(by)

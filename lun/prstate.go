@@ -37,6 +37,8 @@ type registration struct {
 	// by is the initiator that made the registration, which need not be that of nexus (SPEC_I_PT,
 	// REGISTER AND MOVE). It counts for Options.Registrations. After a restart it is that of nexus.
 	by string
+	// number is that of the operation that made the registration, in a home that several gateways share; else 0.
+	number uint64
 }
 
 // madeBy returns how many registrations the initiator made.
@@ -91,6 +93,12 @@ func (s *prState) remove(match func(registration) bool) (gone []nexusName) {
 		s.release()
 	}
 	return gone
+}
+
+// equal reports whether both are the same.
+func (s *prState) equal(o *prState) bool {
+	return s.generation == o.generation && s.aptpl == o.aptpl && s.typ == o.typ && s.holder == o.holder &&
+		slices.Equal(s.registrations, o.registrations)
 }
 
 // nexuses returns the registered nexuses.

@@ -1,6 +1,7 @@
 package lun
 
 import (
+	"errors"
 	"fmt"
 	"strconv"
 
@@ -113,15 +114,18 @@ func (o *Options) keepReservations(s *prState, p state.Patience) (err error) {
 func encodeUnit(naa string, s *prState) unitEntry {
 	e := unitEntry{NAA: naa, Type: s.typ, Registrations: make([]registrationEntry, len(s.registrations))}
 	for i, r := range s.registrations {
-		by := r.by
-		if by == r.nexus.initiator.name {
-			by = ""
-		}
-		e.Registrations[i] = registrationEntry{
-			r.nexus.initiator.String(), r.nexus.target, encodeKey(r.key), r.allTargetPorts, r.nexus == s.holder, by,
-		}
+		e.Registrations[i] = s.encode(r)
 	}
 	return e
+}
+
+// encode returns the entry of a registration of s.
+func (s *prState) encode(r registration) registrationEntry {
+	by := r.by
+	if by == r.nexus.initiator.name {
+		by = ""
+	}
+	return registrationEntry{r.nexus.initiator.String(), r.nexus.target, encodeKey(r.key), r.allTargetPorts, r.nexus == s.holder, by}
 }
 
 func (e unitEntry) Unit() string { return e.NAA }
@@ -135,30 +139,24 @@ func encodeKey(key uint64) string { return fmt.Sprintf("0x%016x", key) }
 
 // decode reverses encodeUnit. It refuses what no unit could have got into.
 func (e unitEntry) decode() (s prState, err error) {
-	if n := len(e.Registrations); n == 0 || n > maxRegistrations {
+	if n := len(e.Registrations); n == 0 {
 		return s, fmt.Errorf("%d registrations, want 1 to %d", n, maxRegistrations)
 	}
+	s, err = decodeRegistrations(e.Type, e.Registrations)
 	s.aptpl = true
+	return s, err
+}
+
+// decodeRegistrations returns the registrations and the reservation of that type.
+func decodeRegistrations(typ byte, entries []registrationEntry) (s prState, err error) {
+	if n := len(entries); n > maxRegistrations {
+		return s, fmt.Errorf("%d registrations, want at most %d", n, maxRegistrations)
+	}
 	holders := 0
-	for i, entry := range e.Registrations {
-		r := registration{allTargetPorts: entry.AllTargetPorts}
-		var ok bool
-		r.nexus.initiator, ok = parseInitiatorPort(entry.Initiator)
-		if !ok || r.nexus.initiator.String() != entry.Initiator {
-			return s, fmt.Errorf("registrations[%d]: %.300q is not an initiator port", i, entry.Initiator)
-		}
-		r.by = r.nexus.initiator.name
-		if entry.By != "" {
-			r.by, ok = parseInitiatorName(entry.By)
-		}
-		if !ok || entry.By == r.nexus.initiator.name || entry.By != "" && entry.By != r.by {
-			return s, fmt.Errorf("registrations[%d]: by %.300q is not the name of another initiator", i, entry.By)
-		}
-		if r.nexus.target = entry.TargetPort; entry.TargetPort == 0 {
-			return s, fmt.Errorf("registrations[%d]: target port 0, want 1 to 65535", i)
-		}
-		if r.key, err = strconv.ParseUint(entry.Key, 0, 64); err != nil || r.key == 0 || encodeKey(r.key) != entry.Key {
-			return s, fmt.Errorf("registrations[%d]: key %.40q: want 0x and 16 lower-case hex digits, not all 0", i, entry.Key)
+	for i, entry := range entries {
+		r, err := entry.decode()
+		if err != nil {
+			return s, fmt.Errorf("registrations[%d]: %w", i, err)
 		}
 		if s.find(r.nexus) >= 0 {
 			return s, fmt.Errorf("registrations[%d]: %s is there twice", i, r.nexus)
@@ -169,16 +167,49 @@ func (e unitEntry) decode() (s prState, err error) {
 			holders++
 		}
 	}
-	if e.Type != 0 && (int(e.Type) >= len(prTypes) || !prTypes[e.Type].valid) {
-		return s, fmt.Errorf("type %d: not a persistent reservation", e.Type)
+	if typ != 0 && (int(typ) >= len(prTypes) || !prTypes[typ].valid) {
+		return s, fmt.Errorf("type %d: not a persistent reservation", typ)
 	}
-	s.typ = e.Type
+	s.typ = typ
 	want := 1
-	if e.Type == 0 || prTypes[e.Type].all {
+	if typ == 0 || prTypes[typ].all {
 		want = 0
 	}
 	if holders != want {
-		return s, fmt.Errorf("%d registrations with holder, want %d for type %d", holders, want, e.Type)
+		return s, fmt.Errorf("%d registrations with holder, want %d for type %d", holders, want, typ)
 	}
 	return s, nil
+}
+
+// decode returns the registration.
+func (e registrationEntry) decode() (r registration, err error) {
+	r.allTargetPorts = e.AllTargetPorts
+	if r.nexus, err = decodeNexus(e.Initiator, e.TargetPort); err != nil {
+		return r, err
+	}
+	r.by = r.nexus.initiator.name
+	ok := true
+	if e.By != "" {
+		r.by, ok = parseInitiatorName(e.By)
+	}
+	if !ok || e.By == r.nexus.initiator.name || e.By != "" && e.By != r.by {
+		return r, fmt.Errorf("by %.300q is not the name of another initiator", e.By)
+	}
+	if r.key, err = strconv.ParseUint(e.Key, 0, 64); err != nil || r.key == 0 || encodeKey(r.key) != e.Key {
+		return r, fmt.Errorf("key %.40q: want 0x and 16 lower-case hex digits, not all 0", e.Key)
+	}
+	return r, nil
+}
+
+// decodeNexus returns the nexus between an initiator port and a target port.
+func decodeNexus(initiator string, target uint16) (n nexusName, err error) {
+	var ok bool
+	n.initiator, ok = parseInitiatorPort(initiator)
+	if !ok || n.initiator.String() != initiator {
+		return n, fmt.Errorf("%.300q is not an initiator port", initiator)
+	}
+	if n.target = target; target == 0 {
+		return n, errors.New("target port 0, want 1 to 65535")
+	}
+	return n, nil
 }

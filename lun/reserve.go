@@ -83,6 +83,9 @@ func (u *Unit) restoreReservations() error {
 	return nil
 }
 
+// keepsReservations reports whether those with APTPL survive the loss of power.
+func (u *Unit) keepsReservations() bool { return u.opt.Reservations != nil || u.group != nil }
+
 // losePower ends everything that APTPL does not keep.
 func (r *reservations) losePower() {
 	r.mu.Lock()
@@ -137,7 +140,8 @@ func (c *Command) conflict() bool {
 // OnPreempt sets what PREEMPT AND ABORT does about the commands of n. The function ends those for
 // the logical unit at lun, except the command except, and returns when nothing more of them will
 // be read, written or sent. It runs on the goroutine of the command that preempts, without a
-// lock; n may be closed by then. Set it before the first Begin.
+// lock; n may be closed by then. If that command came through another gateway, it runs on another goroutine, and
+// except is nil. Set it before the first Begin.
 func (n *Nexus) OnPreempt(abort func(lun [8]byte, except *Command)) { n.abort.Store(&abort) }
 
 // dropReserve ends a reservation by RESERVE of n, whose commands ended.
@@ -286,6 +290,9 @@ func (u *Unit) Reservation() ReservationInfo {
 // and a reset do, and notifies the registered nexuses: RESERVATIONS PREEMPTED. It reports whether
 // any existed. An error leaves the persistent ones as they were.
 func (u *Unit) ClearReservation() (cleared bool, err error) {
+	if u.group != nil {
+		return u.group.clear()
+	}
 	gone, cleared, err := u.reservations.clear(&u.opt)
 	u.mu.Lock()
 	defer u.mu.Unlock()

@@ -36,6 +36,8 @@ type Options struct {
 	Revision       string // 4 characters; default 0001
 	// Reservations keeps persistent reservations; nil: they do not survive a restart (PTPL_C 0).
 	Reservations *Reservations
+	// Shared makes persistent reservations the same on all gateways of a group; Reservations is nil then. See NewSharedReservations.
+	Shared *SharedReservations
 	// Settings keeps saved mode pages, the states of target port groups, and identifying
 	// information; nil: no mode page can be saved.
 	Settings *Settings
@@ -112,6 +114,7 @@ type Unit struct {
 	noFaults      atomic.Bool              // the unit ends: see stopFaults
 
 	reservations reservations
+	group        *member // nil: no other gateway has the unit
 
 	settings   turn          // of changes that are stored in Options.Settings
 	settingsMu sync.Mutex    // held while mode, modeSaved, access or identifying change, but not while they are stored
@@ -158,6 +161,9 @@ func New(s backend.Store, o Options) (*Unit, error) {
 	if o.Events == nil {
 		o.Events = func(e Event) { e.Log(slog.Default()) }
 	}
+	if o.Shared != nil && o.Reservations != nil {
+		return nil, errors.New("reservations: Options.Reservations and Options.Shared exclude each other")
+	}
 	info := s.Info()
 	if err := info.Validate(); err != nil {
 		return nil, fmt.Errorf("store: %w", err)
@@ -188,6 +194,7 @@ func New(s backend.Store, o Options) (*Unit, error) {
 		removable:   o.Removable,
 		sanitizes:   o.Sanitize,
 		setsAccess:  !o.ImplicitAccess,
+		aloneOnly:   o.Shared == nil,
 	} {
 		if has {
 			u.has |= flag
@@ -199,7 +206,11 @@ func New(s backend.Store, o Options) (*Unit, error) {
 	if err := u.restoreReservations(); err != nil {
 		return nil, err
 	}
+	if o.Shared != nil {
+		u.group = newMember(o.Shared, u)
+	}
 	if err := u.resumeSanitize(); err != nil {
+		u.group.leave()
 		return nil, err
 	}
 	return u, nil
@@ -417,16 +428,7 @@ func (u *Unit) InheritFrom(old *Unit) {
 		return
 	}
 	u.inheritFailure(old)
-	r := &old.reservations
-	r.mu.Lock()
-	s := r.persistent
-	r.handedOver = true
-	r.mu.Unlock()
-	next := &u.reservations
-	next.mu.Lock()
-	next.persistent = s
-	next.publish()
-	next.mu.Unlock()
+	u.inheritReservations(old)
 
 	both, was := u.modeMutable&old.modeMutable, old.mode.Load()
 	if u.hasThresholds() && old.hasThresholds() {
@@ -449,6 +451,22 @@ func (u *Unit) InheritFrom(old *Unit) {
 	u.identifying.Store(old.identifying.Load())
 }
 
+// inheritReservations makes the reservations of old those of u, unless u has those of other gateways already.
+func (u *Unit) inheritReservations(old *Unit) {
+	r, next := &old.reservations, &u.reservations
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.handedOver = true
+	next.mu.Lock()
+	defer next.mu.Unlock()
+	if u.group != nil && u.group.begun {
+		return
+	}
+	u.group.inherit(old.group)
+	next.persistent = r.persistent
+	next.publish()
+}
+
 // CutOff makes commands in progress fail with LOGICAL UNIT NOT SUPPORTED as soon as the store is
 // closed, like new ones. It is for a unit that no inventory has any longer.
 func (u *Unit) CutOff() { u.gone.Store(true) }
@@ -464,6 +482,7 @@ func (u *Unit) Detach() backend.Store {
 	all.release()
 	u.shutTokens()
 	u.gate.Retire()
+	u.group.leave()
 	return u.store
 }
 
@@ -475,6 +494,7 @@ func (u *Unit) Close() error {
 	u.shutTokens()
 	u.scrubber.close()
 	err := u.store.Close()
+	u.group.leave()
 	if err != nil && !errors.Is(err, backend.ErrClosed) {
 		u.unsynced.Store(true)
 		_ = u.checkSync(err)

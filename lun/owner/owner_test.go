@@ -11,6 +11,8 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/iser-target/iser-target/lun/state/hometest"
 )
 
 // A disk is what the LUNs of a test are on. It knows which openings it obeys.
@@ -117,7 +119,7 @@ func (d *disk) obeyed(lun string) (list []string) {
 // A node is a machine of a test.
 type node struct {
 	name string
-	link *link
+	link *hometest.Link
 	head *head
 	g    *Gateway
 	dead bool // after kill -9: it runs on in the test, but it is deaf and nobody hears it
@@ -126,7 +128,7 @@ type node struct {
 // A group is several of them.
 type group struct {
 	*testing.T
-	memory *memory
+	memory *hometest.Memory
 	disk   *disk
 	luns   []string
 	nodes  []*node
@@ -142,14 +144,14 @@ type group struct {
 
 // newGroup starts gateways with LUNs, and watches them until the test ends.
 func newGroup(t *testing.T, seed uint64, gateways, luns int, change func(*Options)) *group {
-	gr := &group{T: t, memory: newMemory(seed), disk: newDisk(seed), change: change, stop: make(chan struct{}),
+	gr := &group{T: t, memory: hometest.NewMemory(seed), disk: newDisk(seed), change: change, stop: make(chan struct{}),
 		pauses: map[string]time.Duration{}, without: map[string]time.Time{}}
 	for i := range luns {
 		gr.luns = append(gr.luns, fmt.Sprintf("naa.%d", i))
 	}
 	for i := range gateways {
 		name := string(rune('a' + i))
-		n := &node{name: name, link: gr.memory.link(20 * time.Millisecond), head: gr.disk.head(name)}
+		n := &node{name: name, link: gr.memory.Link(20 * time.Millisecond), head: gr.disk.head(name)}
 		gr.nodes = append(gr.nodes, n)
 		gr.start(n)
 	}
@@ -180,8 +182,8 @@ func (gr *group) kill(n *node) {
 	gr.disk.mu.Lock()
 	n.head.dead = true
 	gr.disk.mu.Unlock()
-	n.link.cut(true)
-	n.link = gr.memory.link(20 * time.Millisecond)
+	n.link.Cut(true)
+	n.link = gr.memory.Link(20 * time.Millisecond)
 	n.head = gr.disk.head(n.name)
 }
 
@@ -193,10 +195,10 @@ func (gr *group) end() {
 	close(gr.stop)
 	gr.done.Wait()
 	for _, n := range gr.nodes {
-		n.link.cut(false)
+		n.link.Cut(false)
 	}
 	for _, g := range gr.all {
-		g.o.Home.(*link).cut(false)
+		g.o.Home.(*hometest.Link).Cut(false)
 		g.Close()
 	}
 }
@@ -347,10 +349,10 @@ func TestCutOff(t *testing.T) {
 	bubble(t, 2, 6, nil, func(gr *group) {
 		gr.settle(time.Minute, best("ab"))
 		gr.fresh()
-		gr.nodes[0].link.cut(true)
+		gr.nodes[0].link.Cut(true)
 		gr.settle(time.Minute, best("b"))
 		gr.longest(defaultTTL/5 + 2500*time.Millisecond)
-		gr.nodes[0].link.cut(false)
+		gr.nodes[0].link.Cut(false)
 		gr.settle(2*time.Minute, best("ab"))
 	})
 }
@@ -359,10 +361,8 @@ func TestCutOff(t *testing.T) {
 func TestUnsure(t *testing.T) {
 	for _, lost := range []int{1, 2} { // the answer to the first or second change of each owner
 		bubble(t, 2, 4, func(o *Options) {
-			l := o.Home.(*link)
-			l.lose = map[string]int{}
 			for _, lun := range o.LUNs {
-				l.lose[ownerKey+lun] = lost
+				o.Home.(*hometest.Link).Lose(ownerKey+lun, lost)
 			}
 		}, func(gr *group) {
 			gr.settle(time.Minute, best("ab"))
@@ -385,7 +385,7 @@ func TestNotNoted(t *testing.T) {
 					gr.mu.Lock()
 					n.dead = true
 					gr.mu.Unlock()
-					n.link.cut(true)
+					n.link.Cut(true)
 				}()
 			}
 		}
@@ -404,13 +404,7 @@ func TestRevoked(t *testing.T) {
 		gr.disk.mu.Lock()
 		gr.disk.slow = 2 * time.Second
 		gr.disk.mu.Unlock()
-		gr.memory.mu.Lock()
-		for lease := range gr.memory.leases {
-			if lease.link == gr.nodes[0].link {
-				lease.expire()
-			}
-		}
-		gr.memory.mu.Unlock()
+		gr.nodes[0].link.ExpireLeases()
 		gr.settle(time.Minute, best("b"))
 		gr.longest(2 * time.Second)
 		gr.settle(2*time.Minute, best("ab"))
@@ -422,7 +416,7 @@ func TestHomeLost(t *testing.T) {
 	bubble(t, 2, 6, nil, func(gr *group) {
 		gr.settle(time.Minute, best("ab"))
 		for _, n := range gr.nodes {
-			n.link.cut(true)
+			n.link.Cut(true)
 		}
 		time.Sleep(2 * time.Second) // shorter than a lease: nobody notices
 		for _, lun := range gr.luns {
@@ -440,7 +434,7 @@ func TestHomeLost(t *testing.T) {
 			if n.g.Err() == nil {
 				gr.Errorf("gateway %s has no error", n.name)
 			}
-			n.link.cut(false)
+			n.link.Cut(false)
 		}
 		gr.settle(2*time.Minute, best("ab"))
 	})
@@ -467,11 +461,11 @@ func TestDrain(t *testing.T) {
 		gr.settle(2*time.Minute, best("abc"))
 		ctx, cancel := context.WithTimeout(gr.Context(), time.Second)
 		defer cancel()
-		gr.nodes[0].link.cut(true)
+		gr.nodes[0].link.Cut(true)
 		if err := gr.nodes[0].g.Drain(ctx); err == nil {
 			gr.Error("Drain without a home succeeds")
 		}
-		gr.nodes[0].link.cut(false)
+		gr.nodes[0].link.Cut(false)
 	})
 }
 
@@ -645,7 +639,7 @@ func TestSameName(t *testing.T) {
 	bubble(t, 1, 1, nil, func(gr *group) {
 		gr.settle(time.Minute, best("a"))
 		gr.fresh()
-		g, err := Join(Options{Name: "a", Home: gr.memory.link(0), LUNs: gr.luns, Medium: gr.disk.head("a")})
+		g, err := Join(Options{Name: "a", Home: gr.memory.Link(0), LUNs: gr.luns, Medium: gr.disk.head("a")})
 		if err != nil {
 			gr.Fatal(err)
 		}
@@ -683,9 +677,9 @@ func random(t *testing.T, seed uint64, steps int) {
 		lun := gr.luns[r.IntN(len(gr.luns))]
 		switch r.IntN(8) {
 		case 0, 1:
-			n.link.cut(true)
+			n.link.Cut(true)
 		case 2, 3, 4:
-			n.link.cut(false)
+			n.link.Cut(false)
 		case 5:
 			if n.dead {
 				gr.revive(n)
@@ -710,7 +704,7 @@ func random(t *testing.T, seed uint64, steps int) {
 		if n.dead {
 			gr.revive(n)
 		}
-		n.link.cut(false)
+		n.link.Cut(false)
 	}
 	for _, lun := range gr.luns {
 		if err := gr.nodes[0].g.Prefer(t.Context(), lun, ""); err != nil {

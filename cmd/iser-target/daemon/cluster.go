@@ -38,10 +38,12 @@ type group struct {
 	d    *Daemon
 	c    config.Cluster
 	home state.Lessor
-	ctx  context.Context // ends with close
-	end  context.CancelFunc
-	done sync.WaitGroup
-	news chan struct{} // has room for one: owners or gateways may have changed
+	// reservations of all shared LUNs. A unit joins those of the other gateways when this one does, or later.
+	reservations *lun.SharedReservations
+	ctx          context.Context // ends with close
+	end          context.CancelFunc
+	done         sync.WaitGroup
+	news         chan struct{} // has room for one: owners or gateways may have changed
 
 	mu     sync.Mutex // guards the fields below; not held during a call of a store or of the home
 	gw     *owner.Gateway
@@ -132,6 +134,10 @@ func (d *Daemon) openGroup(cfg *config.Config) error {
 	}
 	g := &group{d: d, c: cfg.Cluster, home: home, news: make(chan struct{}, 1), luns: map[string]*sharedLUN{}, media: map[string]noted{},
 		others: map[string][]uint16{}, wake: make(chan struct{})}
+	g.reservations, err = lun.NewSharedReservations(lun.SharedOptions{Home: home, Gateway: cfg.Cluster.Name, TTL: cfg.Cluster.Lease})
+	if err != nil {
+		return fmt.Errorf("cluster: %w", errors.Join(err, home.Close()))
+	}
 	g.ctx, g.end = context.WithCancel(context.Background())
 	g.own = targetTags(cfg)
 	ctx, cancel := context.WithTimeout(g.ctx, joinTime)
@@ -251,7 +257,11 @@ func (g *group) openShared(target string, c *config.LUN, isAbandoned func() bool
 		medium, known := g.media[id.Serial]
 		if known {
 			unit, err := g.makeUnit(l, medium.info, id)
+			joined := g.gw != nil
 			g.mu.Unlock()
+			if err == nil && joined {
+				g.joinReservations(unit)
+			}
 			g.nudge()
 			return unit, err
 		}
@@ -271,6 +281,21 @@ func (g *group) openShared(target string, c *config.LUN, isAbandoned func() bool
 		}
 		g.mu.Lock()
 	}
+}
+
+// joinReservations makes a unit take part in the reservations of the other gateways. It waits for a moment only: the unit tries further.
+func (g *group) joinReservations(units ...*lun.Unit) {
+	ctx, cancel := context.WithTimeout(g.ctx, joinTime)
+	defer cancel()
+	var wg sync.WaitGroup
+	for _, u := range units {
+		wg.Go(func() {
+			if err := u.JoinShared(ctx); err != nil {
+				g.d.log.Warn("reservations of a shared LUN are out of reach, and commands are BUSY", eventKey, "cluster", "naa", u.Identity().Serial, "reason", err)
+			}
+		})
+	}
+	wg.Wait()
 }
 
 // makeUnit makes the logical unit of l. g.mu is held.
@@ -328,6 +353,15 @@ func (g *group) forget(ctx context.Context, c *config.LUN) error {
 
 // join makes the gateway known to the others, and begins to claim LUNs.
 func (g *group) join() error {
+	g.mu.Lock()
+	var units []*lun.Unit
+	for _, l := range g.luns {
+		if l.unit != nil {
+			units = append(units, l.unit)
+		}
+	}
+	g.mu.Unlock()
+	g.joinReservations(units...)
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	gw, err := owner.Join(owner.Options{
@@ -395,6 +429,7 @@ func (g *group) leave(ctx context.Context) {
 func (g *group) close() error {
 	g.end()
 	g.done.Wait()
+	g.reservations.Close()
 	return g.home.Close()
 }
 

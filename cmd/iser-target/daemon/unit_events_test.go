@@ -30,6 +30,8 @@ func TestUnitEventsKeepTheirForm(t *testing.T) {
 		{lun.ReservationEndedEvent{Target: "t", Serial: "3", Initiator: "i"},
 			"reservation", "INFO", "reservation ended",
 			`{"initiator":"i","naa":"3","target":"t"}`},
+		{lun.ReservationUnconfirmedEvent{Serial: "3", Err: failed},
+			"reservation", "WARN", "reservation change not confirmed", `{"naa":"3","reason":"input/output error"}`},
 		{lun.StoreFailedEvent{Target: "t", Initiator: "i", Command: "c", LBA: 8, Blocks: 1, Err: failed, Suppressed: 5},
 			"medium", "ERROR", "store has failed",
 			`{"blocks":1,"command":"c","initiator":"i","lba":8,"lun":0,"not_logged":5,"reason":"input/output error","target":"t"}`},

@@ -1,4 +1,4 @@
-package owner
+package hometest
 
 import (
 	"bytes"
@@ -15,8 +15,9 @@ import (
 	"github.com/iser-target/iser-target/lun/state"
 )
 
-// A memory is a home that several gateways share, each through a link of its own. It runs on the fake clock of a bubble.
-type memory struct {
+// A Memory is a home in memory that several processes share, each through a Link of its own. It is best used on the fake clock of
+// testing/synctest.
+type Memory struct {
 	mu      sync.Mutex
 	random  *rand.Rand
 	values  map[string]kept
@@ -31,18 +32,19 @@ type kept struct {
 }
 
 type memoryWatch struct {
-	link   *link
+	link   *Link
 	prefix string
 	queue  []state.Value
 	wake   chan struct{}
 }
 
-func newMemory(seed uint64) *memory {
-	return &memory{random: rand.New(rand.NewPCG(seed, 0)), values: map[string]kept{}, watches: map[*memoryWatch]bool{}, leases: map[*memoryLease]bool{}}
+// NewMemory returns an empty home. The seed decides how long its links take.
+func NewMemory(seed uint64) *Memory {
+	return &Memory{random: rand.New(rand.NewPCG(seed, 0)), values: map[string]kept{}, watches: map[*memoryWatch]bool{}, leases: map[*memoryLease]bool{}}
 }
 
 // set stores or removes a value. m.mu is held.
-func (m *memory) set(key string, data []byte, l *memoryLease) state.Revision {
+func (m *Memory) set(key string, data []byte, l *memoryLease) state.Revision {
 	m.last++
 	v := state.Value{Key: key}
 	if data == nil {
@@ -67,23 +69,50 @@ func (w *memoryWatch) notify() {
 	}
 }
 
-// A link is the way of one gateway to the memory: slow, and cut at times.
-type link struct {
-	*memory
+// A Link is the way of one process to a Memory, a state.Lessor whose calls end after 2 s.
+type Link struct {
+	*Memory
+	// guarded by Memory.mu:
 	slowest time.Duration
-	// guarded by memory.mu:
-	lose   map[string]int // by key: the answer to which Put is lost, counting down
-	isCut  bool
-	healed chan struct{} // closed while it is not cut
+	lose    map[string]int // by key: the answer to which Put is lost, counting down
+	isCut   bool
+	healed  chan struct{} // closed while it is not cut
 }
 
-func (m *memory) link(slowest time.Duration) *link {
-	l := &link{memory: m, slowest: slowest, healed: make(chan struct{})}
+// Link returns a new way to the home. Each direction takes up to slowest.
+func (m *Memory) Link(slowest time.Duration) *Link {
+	l := &Link{Memory: m, slowest: slowest, healed: make(chan struct{}), lose: map[string]int{}}
 	close(l.healed)
 	return l
 }
 
-func (l *link) cut(cut bool) {
+// Slow makes each direction take up to slowest from now on.
+func (l *Link) Slow(slowest time.Duration) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.slowest = slowest
+}
+
+// Lose loses the answer to the nth Put of the key from now on that is stored. The Put is an ErrUnsure.
+func (l *Link) Lose(key string, n int) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.lose[key] = n
+}
+
+// ExpireLeases ends the leases that began through the link.
+func (l *Link) ExpireLeases() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for lease := range l.leases {
+		if lease.link == l {
+			lease.expire()
+		}
+	}
+}
+
+// Cut stops what passes the link, or lets it continue.
+func (l *Link) Cut(cut bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	switch {
@@ -99,11 +128,16 @@ func (l *link) cut(cut bool) {
 }
 
 // pass takes the time of one direction.
-func (l *link) pass(ctx context.Context) error {
+func (l *Link) pass(ctx context.Context) error {
 	l.mu.Lock()
 	d := time.Duration(l.random.Int64N(int64(l.slowest) + 1))
 	l.mu.Unlock()
-	pause(ctx, d)
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-ctx.Done():
+	}
 	l.mu.Lock()
 	healed := l.healed
 	l.mu.Unlock()
@@ -118,7 +152,7 @@ func (l *link) pass(ctx context.Context) error {
 }
 
 // call does f at the memory. begun says that it may have been done, if the answer is lost.
-func (l *link) call(ctx context.Context, f func() error) (begun bool, err error) {
+func (l *Link) call(ctx context.Context, f func() error) (begun bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, 2*time.Second)
 	defer cancel()
 	if err := l.pass(ctx); err != nil {
@@ -133,17 +167,19 @@ func (l *link) call(ctx context.Context, f func() error) (begun bool, err error)
 	return true, err
 }
 
-func (l *link) Get(ctx context.Context, key string) (v state.Value, err error) {
+// Get implements state.Home.
+func (l *Link) Get(ctx context.Context, key string) (v state.Value, err error) {
 	_, err = l.call(ctx, func() error { v = l.values[key].Value; return nil })
 	v.Key = key
 	return v, err
 }
 
-func (l *link) Put(ctx context.Context, key string, data []byte, base state.Revision) (state.Revision, error) {
+// Put implements state.Home.
+func (l *Link) Put(ctx context.Context, key string, data []byte, base state.Revision) (state.Revision, error) {
 	return l.put(ctx, key, data, base, nil)
 }
 
-func (l *link) put(ctx context.Context, key string, data []byte, base state.Revision, lease *memoryLease) (r state.Revision, err error) {
+func (l *Link) put(ctx context.Context, key string, data []byte, base state.Revision, lease *memoryLease) (r state.Revision, err error) {
 	begun, err := l.call(ctx, func() error {
 		if lease != nil && lease.ended {
 			return state.ErrLeaseEnded
@@ -167,7 +203,8 @@ func (l *link) put(ctx context.Context, key string, data []byte, base state.Revi
 	return r, err
 }
 
-func (l *link) List(ctx context.Context, prefix string) (list []state.Value, err error) {
+// List implements state.Home.
+func (l *Link) List(ctx context.Context, prefix string) (list []state.Value, err error) {
 	_, err = l.call(ctx, func() error {
 		for _, key := range slices.Sorted(maps.Keys(l.values)) {
 			if strings.HasPrefix(key, prefix) {
@@ -179,7 +216,8 @@ func (l *link) List(ctx context.Context, prefix string) (list []state.Value, err
 	return list, err
 }
 
-func (l *link) Watch(ctx context.Context, prefix string) (<-chan state.Value, error) {
+// Watch implements state.Home.
+func (l *Link) Watch(ctx context.Context, prefix string) (<-chan state.Value, error) {
 	w := &memoryWatch{link: l, prefix: prefix, wake: make(chan struct{}, 1)}
 	if _, err := l.call(ctx, func() error { l.watches[w] = true; return nil }); err != nil {
 		return nil, err
@@ -221,16 +259,18 @@ func (l *link) Watch(ctx context.Context, prefix string) (<-chan state.Value, er
 	return out, nil
 }
 
-func (l *link) Close() error { return nil }
+// Close implements state.Home.
+func (l *Link) Close() error { return nil }
 
 type memoryLease struct {
-	link  *link
+	link  *Link
 	ttl   time.Duration
 	timer *time.Timer
-	ended bool // guarded by memory.mu
+	ended bool // guarded by Memory.mu
 }
 
-func (l *link) Lease(ctx context.Context, ttl time.Duration) (state.Lease, error) {
+// Lease implements state.Lessor.
+func (l *Link) Lease(ctx context.Context, ttl time.Duration) (state.Lease, error) {
 	lease := &memoryLease{link: l, ttl: ttl}
 	_, err := l.call(ctx, func() error {
 		l.leases[lease] = true
@@ -244,9 +284,9 @@ func (l *link) Lease(ctx context.Context, ttl time.Duration) (state.Lease, error
 	return lease, err
 }
 
-// expire removes the values. memory.mu is held.
+// expire removes the values. Memory.mu is held.
 func (le *memoryLease) expire() {
-	m := le.link.memory
+	m := le.link.Memory
 	le.ended = true
 	le.timer.Stop()
 	delete(m.leases, le)
