@@ -173,8 +173,12 @@ func TestCluster(t *testing.T) {
 		t.Fatal(err)
 	}
 	waitFor(t, map[int]int{1: 0, 2: 2}, sa, sb)
+	testSharedReservations(t, a, b, sa, sb)
 	endA() // as by SIGTERM
 	waitFor(t, map[int]int{2: 0}, sb)
+	if got := len(b.State().Targets[0].LUNs[1].Reservation.Registrations); got != 1 {
+		t.Errorf("%d registrations after the end of the gateway that they came through, want 1", got)
+	}
 	if got := write(sb, 4); got != "" {
 		t.Errorf("WRITE through the path that is left: %s", got)
 	}
@@ -185,5 +189,50 @@ func TestCluster(t *testing.T) {
 		if err == nil {
 			t.Error("a hand-over that is not possible succeeds")
 		}
+	}
+}
+
+// testSharedReservations checks that both gateways have the reservations of either: b has a path of its own, and is active or not.
+func testSharedReservations(t *testing.T, a, b *lab, sa, sb *initiator.Session) {
+	t.Helper()
+	out := func(s *initiator.Session, action, typ byte, key, next uint64) string {
+		t.Helper()
+		c := &initiator.Command{LUN: 1, Out: make([]byte, 24), CDB: [16]byte{0: 0x5f, 1: action, 2: typ, 8: 24}}
+		binary.BigEndian.PutUint64(c.Out, key)
+		binary.BigEndian.PutUint64(c.Out[8:], next)
+		return do(t, s, c)
+	}
+	write := func(s *initiator.Session) string {
+		return do(t, s, &initiator.Command{LUN: 1, CDB: cdb.Write16(8, 1), Out: make([]byte, 512)})
+	}
+	stranger := a.login("stranger", store)
+	attentions(t, stranger, 1)
+	const register, reserve, preemptAndAbort, registrantsOnly = 0, 1, 5, 5
+	for what, got := range map[string]string{
+		"REGISTER through a": out(sa, register, 0, 0, 0xa), "REGISTER through b": out(sb, register, 0, 0, 0xb), "RESERVE through b, the standby path": out(sb, reserve, registrantsOnly, 0xb, 0),
+	} {
+		if got != "" {
+			t.Errorf("%s: %s", what, got)
+		}
+	}
+	for _, l := range []*lab{a, b} {
+		if r := l.State().Targets[0].LUNs[1].Reservation; r == nil || len(r.Registrations) != 2 || r.Type != reservationTypes[registrantsOnly] {
+			t.Errorf("a gateway has the reservation %+v", r)
+		}
+	}
+	if got := write(stranger); got != "status 0x18" {
+		t.Errorf("WRITE of an initiator without registration, through a: %s", got)
+	}
+	if got := write(sa); got != "" {
+		t.Errorf("WRITE of a registered initiator: %s", got)
+	}
+	if got := out(sb, preemptAndAbort, registrantsOnly, 0xb, 0xa); got != "" {
+		t.Errorf("PREEMPT AND ABORT through b: %s", got)
+	}
+	if got := write(sa); got != "6/2a/05" { // REGISTRATIONS PREEMPTED
+		t.Errorf("the first command of the preempted initiator: %s", got)
+	}
+	if got := write(sa); got != "status 0x18" {
+		t.Errorf("WRITE of the preempted initiator: %s", got)
 	}
 }
