@@ -16,6 +16,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/tests/testkit/fio"
 	"github.com/iser-target/iser-target/tests/testkit/ports"
@@ -346,6 +348,35 @@ func TestCableCongestion(t *testing.T) {
 	}
 	if err := network.set(ctx, &cable{mtu: 1500, offload: true, congestion: "nonesuch"}); err == nil {
 		t.Error("an unknown congestion control is no error")
+	}
+}
+
+// The files of a variant with a file system of its own are there, and unmount leaves an empty directory.
+func TestMountImage(t *testing.T) {
+	if os.Getuid() != 0 {
+		t.Skip("only root mounts file systems")
+	}
+	dir := t.TempDir()
+	unmount, err := mountImage(t.Context(), dir, "ext4")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var fs unix.Statfs_t
+	files := (&variant{fs: "ext4"}).files(dir)
+	if err := unix.Statfs(files, &fs); err != nil || fs.Type != unix.EXT4_SUPER_MAGIC {
+		t.Errorf("%v, the file system is of type %x", err, fs.Type)
+	}
+	if err := os.WriteFile(filepath.Join(files, "disk0"), make([]byte, 4096), 0o600); err != nil {
+		t.Error(err)
+	}
+	if err := unmount(); err != nil {
+		t.Fatal(err)
+	}
+	if left, err := os.ReadDir(files); err != nil || len(left) > 0 {
+		t.Errorf("after unmount: %v, %v", err, left)
+	}
+	if _, err := mountImage(t.Context(), t.TempDir(), "nonesuch"); err == nil {
+		t.Error("an unknown file system is no error")
 	}
 }
 

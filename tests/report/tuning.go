@@ -36,6 +36,7 @@ type variant struct {
 	limits string // keys of limits
 	target string // keys of the target
 	file   bool   // the LUN is a file on a tmpfs, not memory
+	fs     string // the LUN is a file on a file system of that type, which mkfs(8) knows
 	flags  string // more of bench
 	cable  *cable // nil: the loopback
 	quota  int    // CPU time of the target in percent of one CPU; 0: no limit
@@ -98,6 +99,17 @@ var experiments = []experiment{
 	{"store", slices.Concat(both("read 4k, 32 deep", false, read("4k", 32)), both("read 128k, 16 deep", true, read("128k", 16)), both("write 128k, 16 deep", true, write("128k", 16))), []variant{
 		{name: "memory"},
 		{name: "file in the page cache", file: true},
+	}},
+	{"filesystem", []tuneJob{
+		{job{"read 4k, 32 deep, TCP", "", false}, "iscsi", read("4k", 32)},
+		{job{"read 64k, 32 deep, TCP", "", true}, "iscsi", read("64k", 32)},
+		{job{"write 4k, 32 deep, TCP", "", false}, "iscsi", write("4k", 32)},
+		{job{"write 64k, 16 deep, TCP", "", true}, "iscsi", write("64k", 16)},
+	}, []variant{
+		{name: "ext4", fs: "ext4"},
+		{name: "XFS", fs: "xfs"},
+		{name: "btrfs", fs: "btrfs"},
+		{name: "tmpfs", file: true},
 	}},
 	{"burst", both("write 64k, 8 deep", true, write("64k", 8)), []variant{
 		{name: "`initial_r2t: true`", target: "initial_r2t: true"},
@@ -253,15 +265,21 @@ func (v *variant) start(ctx context.Context, o *options, dir string, network *ca
 		if err := v.write(dir, host, port); err != nil {
 			return nil, errors.Join(err, quota())
 		}
+		unmount := func() error { return nil }
+		if v.fs != "" {
+			if unmount, err = mountImage(ctx, dir, v.fs); err != nil {
+				return nil, errors.Join(err, quota())
+			}
+		}
 		api := client.New(filepath.Join(dir, "control"))
 		end, err := daemon(exec.CommandContext(ctx, command[0], command[1:]...), func() error {
 			_, err := api.Portals(ctx)
 			return err
 		})
 		if err != nil {
-			return nil, errors.Join(err, quota())
+			return nil, errors.Join(err, unmount(), quota())
 		}
-		stop = func() error { return errors.Join(end(), quota()) }
+		stop = func() error { return errors.Join(end(), unmount(), quota()) }
 		c.url = fmt.Sprintf("%s:%d/%s/0", host, port, hostIQN)
 		if v.cable != nil {
 			if err := network.set(ctx, v.cable); err != nil {
@@ -290,8 +308,8 @@ func (v *variant) write(dir, host string, port int) error {
 	var luns []string
 	for id := range max(v.luns, 1) {
 		lun := fmt.Sprintf("{id: %d, backend: memory, size: %d}", id, tuneSize)
-		if v.file {
-			lun = fmt.Sprintf("{id: %d, backend: file, path: %s/disk%d, size: %d}", id, dir, id, tuneSize)
+		if v.file || v.fs != "" {
+			lun = fmt.Sprintf("{id: %d, backend: file, path: %s/disk%d, size: %d}", id, v.files(dir), id, tuneSize)
 		}
 		luns = append(luns, lun)
 	}
@@ -307,6 +325,42 @@ func (v *variant) write(dir, host string, port int) error {
 	}
 	text += fmt.Sprintf("state_dir: %s/state\ncontrol: {socket: %[1]s/control}\n", dir)
 	return errors.Join(os.Mkdir(dir, 0o700), os.WriteFile(filepath.Join(dir, "config.yaml"), []byte(text), 0o600))
+}
+
+// files returns the directory in dir that has the files of LUNs.
+func (v *variant) files(dir string) string {
+	if v.fs != "" {
+		return filepath.Join(dir, mounted)
+	}
+	return dir
+}
+
+// mounted is where mountImage mounts, and imageSize the size of the file system in bytes, of which XFS takes 300 MiB at least.
+const (
+	mounted   = "mounted"
+	imageSize = 512 << 20
+)
+
+// mountImage makes a file system of that type in a sparse file of dir, and mounts it at mounted in dir. unmount ends that.
+func mountImage(ctx context.Context, dir, fs string) (unmount func() error, err error) {
+	image, at := filepath.Join(dir, "image"), filepath.Join(dir, mounted)
+	f, err := os.Create(image)
+	if err != nil {
+		return nil, err
+	}
+	if err := errors.Join(f.Truncate(imageSize), f.Close(), os.Mkdir(at, 0o700)); err != nil {
+		return nil, err
+	}
+	if _, err := output(ctx, "mkfs."+fs, "-q", image); err != nil {
+		return nil, err
+	}
+	if _, err := output(ctx, "mount", "-o", "loop", image, at); err != nil {
+		return nil, err
+	}
+	return func() error {
+		_, err := output(context.Background(), "umount", at)
+		return err
+	}, nil
 }
 
 // tuneSize is that of the LUNs, in bytes. bench writes it all within a second.
