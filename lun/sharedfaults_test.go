@@ -226,9 +226,18 @@ func TestSharedReload(t *testing.T) {
 		x.want("0@4 a1=1 b2=3")
 		y.want("0@4 a1=1 b2=3")
 
-		// Another process is no loss of power.
-		st := y.unit.State()
+		// Also if no other gateway serves the unit, that is no loss of power. Neither is another process.
 		x.stop()
+		next = y.newUnit(testIdentity)
+		next.InheritFrom(y.unit)
+		y.join(next)
+		old = y.inv.Replace(0, next)
+		y.unit = next
+		if err := old.Close(); err != nil {
+			t.Error(err)
+		}
+		y.want("0@4 a1=1 b2=3")
+		st := y.unit.State()
 		y.stop()
 		y = gr.prepare("y", 2)
 		if err := y.unit.Restore(st); err != nil {
