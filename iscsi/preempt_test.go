@@ -4,10 +4,14 @@ import (
 	"strings"
 	"testing"
 	"testing/synctest"
+	"time"
 
+	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/lun"
 	"github.com/iser-target/iser-target/lun/state"
+	"github.com/iser-target/iser-target/lun/state/hometest"
 	"github.com/iser-target/iser-target/security"
 	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
@@ -128,6 +132,86 @@ func TestPreemptAndAbortOfEachOther(t *testing.T) {
 			}
 		})
 	}
+}
+
+// A PREEMPT AND ABORT through another gateway ends the commands of a session here, and waits for the one in the store.
+func TestPreemptAndAbortFromAnotherGateway(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		home := hometest.NewMemory(1)
+		n := newTestNode(t)
+		gateway := func(name string, tpgt uint16, store backend.Store) *lun.Inventory {
+			t.Helper()
+			s, err := lun.NewSharedReservations(lun.SharedOptions{Home: home.Link(time.Millisecond), Gateway: name})
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(s.Close)
+			u, err := lun.New(store, lun.Options{Identity: state.Identity{NAA: [8]byte{0x30, 7: 9}, Serial: "3000000000000009"}, Shared: s})
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { u.Close() })
+			if err := u.JoinShared(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			inv := lun.NewInventory(tpgt)
+			if err := inv.Add(0, u); err != nil {
+				t.Fatal(err)
+			}
+			return inv
+		}
+		store := newStore(t)
+		all, err := security.Compile([]string{"*"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := n.AddTarget(TargetConfig{Name: targetName + ".duel", Initiators: all, LUNs: gateway("x", 1, store)}); err != nil {
+			t.Fatal(err)
+		}
+		other := gateway("y", 2, newStore(t)).NewNexus(lun.Port{InitiatorName: initiatorName, TargetName: targetName + ".duel", TPGT: 2})
+		run := func(block [16]byte, list []byte) byte {
+			c := &lun.Command{CDB: block[:]}
+			if other.Begin(c) && (len(list) == 0 || other.Consume(c, list, 0)) {
+				other.End(c)
+			}
+			return c.Status
+		}
+		prOut := func(sa, key, saKey byte) byte {
+			return run([16]byte{0x5f, sa, 1, 8: 24}, []byte{7: key, 15: saKey, 23: 0})
+		}
+		run(cdb.TestUnitReady, nil)
+		if s := prOut(register, 0, 1); s != 0 {
+			t.Fatalf("REGISTER: status %#x", s)
+		}
+		d := &duel{testNode: n}
+		tc := d.enter(1)
+		tc.wantStatus(tc.prOut(register, 0, 2), 0)
+		inStore, let := make(chan struct{}), make(chan struct{})
+		store.Hook(func(backendtest.Op, int64, int64) error {
+			close(inStore)
+			<-let
+			return nil
+		})
+		h := tc.command(writeF, 512, cdb.Write10(0, 1), make([]byte, 512))
+		<-inStore
+		done := make(chan byte, 1)
+		go func() { done <- prOut(preemptAndAbort, 1, 2) }()
+		time.Sleep(time.Second)
+		select {
+		case s := <-done:
+			t.Errorf("PREEMPT AND ABORT ended with status %#x while a command is in the store", s)
+		default:
+		}
+		close(let)
+		if s := <-done; s != 0 {
+			t.Errorf("PREEMPT AND ABORT: status %#x", s)
+		}
+		tc.wantStatus(h, lun.StatusTaskAborted)
+		store.Hook(nil)
+		tc.wantSense(tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 6, 0x2a, 5)
+		tc.wantAlive()
+		tc.logout()
+	})
 }
 
 // A session that preempts its own key twice, without waiting for the first answer, ends both.

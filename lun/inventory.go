@@ -99,6 +99,7 @@ func (inv *Inventory) AddMasked(id uint16, u *Unit, m Mask) error {
 	for n := range inv.nexuses {
 		n.insert(inv.show(n, inv.entries[i]))
 	}
+	u.group.pay(nil)
 	return nil
 }
 
@@ -138,6 +139,7 @@ func (inv *Inventory) Replace(id uint16, u *Unit) (old *Unit) {
 	old.shutTokens()
 	u.replaced.Store(false)
 	u.openTokens()
+	var owed []*itl
 	for n := range inv.nexuses {
 		at, seen := search(n.list(), id)
 		if !seen {
@@ -157,6 +159,9 @@ func (inv *Inventory) Replace(id uint16, u *Unit) (old *Unit) {
 		next := slices.Clone(n.list())
 		next[at] = l
 		n.luns.Store(&next)
+		if old.Absent() { // nobody has told the nexus of reservations meanwhile
+			owed = append(owed, l)
+		}
 		l.raise(condMediumChanged)
 		if u.modeChanged {
 			l.raise(condModeChanged)
@@ -165,6 +170,7 @@ func (inv *Inventory) Replace(id uint16, u *Unit) (old *Unit) {
 			l.raise(condInquiryChanged)
 		}
 	}
+	u.group.pay(owed)
 	return old
 }
 

@@ -226,9 +226,18 @@ func TestSharedReload(t *testing.T) {
 		x.want("0@4 a1=1 b2=3")
 		y.want("0@4 a1=1 b2=3")
 
-		// Another process is no loss of power.
-		st := y.unit.State()
+		// Also if no other gateway serves the unit, that is no loss of power. Neither is another process.
 		x.stop()
+		next = y.newUnit(testIdentity)
+		next.InheritFrom(y.unit)
+		y.join(next)
+		old = y.inv.Replace(0, next)
+		y.unit = next
+		if err := old.Close(); err != nil {
+			t.Error(err)
+		}
+		y.want("0@4 a1=1 b2=3")
+		st := y.unit.State()
 		y.stop()
 		y = gr.prepare("y", 2)
 		if err := y.unit.Restore(st); err != nil {
@@ -245,6 +254,41 @@ func TestSharedReload(t *testing.T) {
 		if err := y.newUnit(testIdentity).Restore(st); err == nil || err.Error() != "2 registrations, and the numbers of 0 of them" {
 			t.Errorf("Restore without numbers: %v", err)
 		}
+	})
+}
+
+// What happens while the store of a gateway is absent reaches its initiators when that is back.
+func TestSharedAbsent(t *testing.T) {
+	sharedBubble(t, "xy", func(t *testing.T, gr *sharedGroup, g []*sharedGateway) {
+		x, y := g[0], g[1]
+		a, b, c := x.enter("a"), y.enter("b"), y.enter("c")
+		gr.ok(a, prRegister, 0, 0, 1)
+		gr.ok(b, prRegister, 0, 0, 2)
+		absent, err := NewAbsent(0, Options{Identity: testIdentity, Shared: y.shared, Events: func(Event) {}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		absent.InheritFrom(y.unit)
+		old := y.inv.Replace(0, absent)
+		if err := old.Close(); err != nil {
+			t.Error(err)
+		}
+		time.Sleep(time.Second)
+		gr.ok(a, prPreempt, 0, 1, 2)
+		due(b)
+		due(c)
+		y.unit = y.newUnit(testIdentity)
+		y.unit.InheritFrom(absent)
+		y.join(y.unit)
+		if err := y.inv.Replace(0, y.unit).Close(); err != nil {
+			t.Error(err)
+		}
+		y.want("0@3 a1=1")
+		gr.wantDue(b, "28/00 2a/05")
+		gr.wantDue(c, "28/00")
+		gr.ok(b, prRegister, 0, 0, 2)
+		gr.ok(a, prPreempt, 0, 1, 2)
+		gr.wantDue(b, "2a/05")
 	})
 }
 

@@ -45,6 +45,9 @@ type member struct {
 	acks        chan struct{} // closed when another gateway has acknowledged something, or has gone
 	err         error         // why the last try to join, or to follow, has failed
 	unconfirmed map[nexusName]prAttempt
+	// owed has bits of dueBit for nexuses that are to see the unit when it takes the place of an absent one; nil: initiators see the
+	// unit. The key without a name is that of all nexuses.
+	owed map[nexusName]uint32
 }
 
 // A prAttempt is a PERSISTENT RESERVE OUT that was in force, or may have been, when its initiator was told to try again.
@@ -63,7 +66,7 @@ func newMember(s *SharedReservations, u *Unit) *member {
 	naa := u.opt.Identity.Serial
 	m := &member{
 		s: s, u: u, naa: naa, key: sharedAckKey + naa + "/" + s.newID(), wake: make(chan struct{}, 1), busy: map[span]int{},
-		moved: make(chan struct{}), acks: make(chan struct{}), unconfirmed: map[nexusName]prAttempt{},
+		moved: make(chan struct{}), acks: make(chan struct{}), unconfirmed: map[nexusName]prAttempt{}, owed: map[nexusName]uint32{},
 	}
 	m.ctx, m.cancel = context.WithCancel(s.ctx)
 	return m
@@ -473,6 +476,9 @@ func (m *member) adopt(v state.Value) error {
 			m.busy[spans[i]]++
 		}
 	}
+	if m.owed != nil {
+		m.owe(reset, ops)
+	}
 	m.at, r.persistent = p, s
 	r.publish()
 	m.announce()
@@ -490,6 +496,36 @@ func (m *member) adopt(v state.Value) error {
 		}
 	}
 	return nil
+}
+
+// owe notes the unit attentions of operations.
+//
+// Preconditions: m.u.reservations.mu is held.
+func (m *member) owe(reset bool, ops []operation) {
+	invariant.Held(&m.u.reservations.mu)
+	if reset {
+		m.owed[nexusName{}] |= dueBit(condPowerOn)
+	}
+	for _, op := range ops {
+		for _, n := range op.effects.notices {
+			m.owed[n.nexus] |= dueBit(n.attention)
+		}
+	}
+}
+
+// pay makes the unit attentions due that came before l existed. Initiators see the unit from now on. m may be nil.
+func (m *member) pay(list []*itl) {
+	if m == nil {
+		return
+	}
+	r := &m.u.reservations
+	r.mu.Lock()
+	owed := m.owed
+	m.owed = nil
+	r.mu.Unlock()
+	for _, l := range list {
+		l.due.Or(owed[l.nexus.name] | owed[nexusName{}])
+	}
 }
 
 // put stores p and s, and brings them in force. The operation is applied in full after finish.
