@@ -332,3 +332,68 @@ func testSharedModel(t *testing.T, seed uint64) {
 		}
 	})
 }
+
+// Three gateways lose their ways to the home for longer than their leases, lose leases and answers, and take time to end commands. No command
+// takes longer than its limit, and in the end all have the same reservations.
+func TestSharedOutages(t *testing.T) {
+	good := 0
+	for seed := range uint64(10) {
+		sharedBubbleOf(t, seed, "xyz", func(t *testing.T, gr *sharedGroup, g []*sharedGateway) {
+			gr.limit = 8 * time.Second
+			rng := rand.New(rand.NewPCG(seed, 0))
+			var nexuses []*Nexus
+			for i, name := range []string{"a", "b", "c", "d", "e", "f"} {
+				n := g[i/2].enter(name)
+				n.OnPreempt(func([8]byte, *Command) { time.Sleep(30 * time.Millisecond) })
+				nexuses = append(nexuses, n)
+			}
+			actions := []byte{prRegisterAndIgnore, prRegisterAndIgnore, prReserve, prRelease, prClear, prPreempt, prPreemptAndAbort}
+			for range 100 {
+				if rng.IntN(6) == 0 {
+					l := g[rng.IntN(3)].link
+					l.Cut(true)
+					time.AfterFunc(time.Duration(rng.IntN(12000))*time.Millisecond, func() { l.Cut(false) })
+				}
+				if rng.IntN(10) == 0 {
+					g[rng.IntN(3)].link.Lose(sharedRecordKey+testIdentity.Serial, 1)
+				}
+				if rng.IntN(20) == 0 {
+					g[rng.IntN(3)].link.ExpireLeases()
+				}
+				var running []*pending
+				for range 1 + rng.IntN(4) {
+					i := rng.IntN(len(nexuses))
+					due(nexuses[i])
+					running = append(running, beginOut(nexuses[i], actions[rng.IntN(len(actions))], types[rng.IntN(len(types))], uint64(i+1), 1+rng.Uint64N(6)))
+				}
+				for _, p := range running {
+					<-p.done
+					if p.ended > gr.limit+time.Second {
+						t.Errorf("seed %d: a command took %v", seed, p.ended)
+					}
+					if p.res.status == StatusGood {
+						good++
+					}
+				}
+			}
+			for _, g := range g {
+				g.link.Cut(false)
+			}
+			time.Sleep(15 * time.Second) // cuts that are still to end
+			for _, g := range g {
+				g.join(g.unit)
+			}
+			due(nexuses[0])
+			gr.ok(nexuses[0], prRegisterAndIgnore, 0, 0, 9)
+			for _, g := range g {
+				g.want(gr.all[0].has())
+				if a := g.unit.group.applied(); len(a.Pending) > 0 {
+					t.Errorf("seed %d: gateway %s has not applied %v", seed, g.name, a.Pending)
+				}
+			}
+		})
+	}
+	if good < 200 {
+		t.Errorf("%d commands only were GOOD", good)
+	}
+}

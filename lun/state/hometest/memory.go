@@ -271,6 +271,9 @@ type memoryLease struct {
 
 // Lease implements state.Lessor.
 func (l *Link) Lease(ctx context.Context, ttl time.Duration) (state.Lease, error) {
+	if ttl <= 0 {
+		return nil, fmt.Errorf("a lease of %v", ttl)
+	}
 	lease := &memoryLease{link: l, ttl: ttl}
 	_, err := l.call(ctx, func() error {
 		l.leases[lease] = true
