@@ -134,7 +134,7 @@ func (d *Daemon) openGroup(cfg *config.Config) error {
 	}
 	g := &group{d: d, c: cfg.Cluster, home: home, news: make(chan struct{}, 1), luns: map[string]*sharedLUN{}, media: map[string]noted{},
 		others: map[string][]uint16{}, wake: make(chan struct{})}
-	g.reservations, err = lun.NewSharedReservations(lun.SharedOptions{Home: home, Gateway: cfg.Cluster.Name, TTL: cfg.Cluster.Lease})
+	g.reservations, err = lun.NewSharedReservations(lun.SharedOptions{Home: home, Gateway: cfg.Cluster.Name, TTL: cfg.Cluster.Lease, Limit: d.net.limits.StateTimeout.Time})
 	if err != nil {
 		return fmt.Errorf("cluster: %w", errors.Join(err, home.Close()))
 	}
