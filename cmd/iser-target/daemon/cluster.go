@@ -409,8 +409,12 @@ func (g *group) leave(ctx context.Context) {
 	}
 	ctx, cancel := context.WithTimeout(ctx, handTime)
 	defer cancel()
+	had := g.serves()
 	if err := gw.Drain(ctx); err != nil {
 		g.d.log.Warn("LUNs are not handed over", eventKey, "cluster", "reason", err)
+	}
+	if had > 0 && len(gw.Members()) > 1 {
+		g.sendAway(ctx, gw)
 	}
 	gw.Close()
 	g.mu.Lock()
@@ -423,6 +427,54 @@ func (g *group) leave(ctx context.Context) {
 	}
 	g.mu.Unlock()
 	g.nudge()
+}
+
+// serves returns how many LUNs this gateway serves.
+func (g *group) serves() (n int) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	for _, l := range g.luns {
+		if l.gate.Admits() {
+			n++
+		}
+	}
+	return n
+}
+
+// sendAway waits until other gateways serve all LUNs, and gives the initiators a moment to find out while they still have this path: one
+// that is cut while it has commands costs them seconds.
+func (g *group) sendAway(ctx context.Context, gw *owner.Gateway) {
+	ctx, cancel := context.WithTimeout(ctx, handTime/4)
+	defer cancel()
+	for {
+		g.mu.Lock()
+		waits := 0
+		for serial := range g.luns {
+			if gw.Server(serial) == "" {
+				waits++
+			}
+		}
+		g.mu.Unlock()
+		if waits == 0 || !sleepFor(ctx, 20*time.Millisecond) {
+			break
+		}
+	}
+	if g.d.sessions() > 0 {
+		sleepFor(ctx, partingTime)
+	}
+}
+
+// partingTime is what initiators have to use another path.
+const partingTime = time.Second
+
+// sleepFor waits, and reports false if ctx ends first.
+func sleepFor(ctx context.Context, d time.Duration) bool {
+	select {
+	case <-time.After(d):
+		return true
+	case <-ctx.Done():
+		return false
+	}
 }
 
 // close ends the group, after leave.
