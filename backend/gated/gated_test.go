@@ -49,7 +49,7 @@ func TestContract(t *testing.T) {
 	})
 }
 
-// calls are the calls that need the medium.
+// calls returns the calls that need the medium, by their names.
 func calls(s *Store) map[string]func() error {
 	return map[string]func() error{
 		"ReadAt":       func() error { return s.ReadAt(make([]byte, 512), 0) },
