@@ -25,6 +25,7 @@ type Store struct {
 	gate   Gate
 	info   atomic.Pointer[backend.Info]
 	open   atomic.Pointer[backend.Store] // nil: not open here
+	dead   atomic.Pointer[backend.Store] // the medium that was open, if it has failed for ever: another one follows
 	away   atomic.Bool                   // another gateway has it
 	closed atomic.Bool
 }
@@ -88,14 +89,14 @@ func (s *Store) Info() backend.Info {
 }
 
 // begin returns the medium, if a call may use it.
-func (s *Store) begin() (backend.Store, error) {
+func (s *Store) begin() (*backend.Store, error) {
 	for wait := time.Duration(0); ; wait += poll {
 		medium := s.open.Load()
 		switch {
 		case s.closed.Load():
 			return nil, backend.ErrClosed
-		case medium != nil && s.gate.Admits():
-			return *medium, nil
+		case medium != nil && medium != s.dead.Load() && s.gate.Admits():
+			return medium, nil
 		case s.away.Load() || wait >= MaxHold:
 			return nil, backend.ErrMoved
 		}
@@ -109,9 +110,14 @@ const poll = 2 * time.Millisecond
 // SetAway notes whether another gateway has the medium open.
 func (s *Store) SetAway(away bool) { s.away.Store(away) }
 
-// end returns the error of a call that the medium has ended with err.
-func (s *Store) end(err error) error {
-	if errors.Is(err, backend.ErrClosed) || !s.gate.MayAnswer() {
+// end returns the error of a call that the medium has ended with err. A change that the medium has not answered is not made again here:
+// another gateway may have had it meanwhile.
+func (s *Store) end(medium *backend.Store, err error) error {
+	closed := errors.Is(err, backend.ErrClosed)
+	if closed {
+		s.dead.Store(medium)
+	}
+	if closed || !s.gate.MayAnswer() {
 		return backend.ErrMoved
 	}
 	return err
@@ -123,7 +129,7 @@ func (s *Store) ReadAt(p []byte, off int64) error {
 	if err != nil {
 		return err
 	}
-	return s.end(medium.ReadAt(p, off))
+	return s.end(medium, (*medium).ReadAt(p, off))
 }
 
 // WriteAt implements backend.Store.
@@ -132,7 +138,7 @@ func (s *Store) WriteAt(p []byte, off int64) error {
 	if err != nil {
 		return err
 	}
-	return s.end(medium.WriteAt(p, off))
+	return s.end(medium, (*medium).WriteAt(p, off))
 }
 
 // WriteDurable implements backend.Store.
@@ -141,7 +147,7 @@ func (s *Store) WriteDurable(p []byte, off int64) error {
 	if err != nil {
 		return err
 	}
-	return s.end(medium.WriteDurable(p, off))
+	return s.end(medium, (*medium).WriteDurable(p, off))
 }
 
 // Sync implements backend.Store.
@@ -150,7 +156,7 @@ func (s *Store) Sync() error {
 	if err != nil {
 		return err
 	}
-	return s.end(medium.Sync())
+	return s.end(medium, (*medium).Sync())
 }
 
 // Discard implements backend.Store.
@@ -159,7 +165,7 @@ func (s *Store) Discard(off, n int64) error {
 	if err != nil {
 		return err
 	}
-	return s.end(medium.Discard(off, n))
+	return s.end(medium, (*medium).Discard(off, n))
 }
 
 // Zero implements backend.Store.
@@ -168,7 +174,7 @@ func (s *Store) Zero(off, n int64) error {
 	if err != nil {
 		return err
 	}
-	return s.end(medium.Zero(off, n))
+	return s.end(medium, (*medium).Zero(off, n))
 }
 
 // Extent implements backend.Mapper.
@@ -177,8 +183,8 @@ func (s *Store) Extent(off int64) (mapped bool, n int64, err error) {
 	if err != nil {
 		return false, 0, err
 	}
-	mapped, n, err = backend.Extent(medium, off)
-	return mapped, n, s.end(err)
+	mapped, n, err = backend.Extent(*medium, off)
+	return mapped, n, s.end(medium, err)
 }
 
 // Usage implements backend.Gauge. It does not wait for the medium.
@@ -191,7 +197,7 @@ func (s *Store) Usage() (used, free int64, err error) {
 		return 0, 0, backend.ErrMoved
 	}
 	used, free, err = backend.Usage(*medium)
-	return used, free, s.end(err)
+	return used, free, s.end(medium, err)
 }
 
 // Grow implements backend.Grower. Where the medium is not open, its size is what SetSize has said.
@@ -203,9 +209,9 @@ func (s *Store) Grow() (size int64, err error) {
 	if err != nil {
 		return 0, err
 	}
-	if g, ok := medium.(backend.Grower); ok {
+	if g, ok := (*medium).(backend.Grower); ok {
 		size, err = g.Grow()
-		return size, s.end(err)
+		return size, s.end(medium, err)
 	}
 	return s.Info().Size, nil
 }
@@ -216,11 +222,11 @@ func (s *Store) Resize(size int64) error {
 	if err != nil {
 		return err
 	}
-	r, ok := medium.(backend.Resizer)
+	r, ok := (*medium).(backend.Resizer)
 	if !ok {
 		return backend.ErrFixedSize
 	}
-	return s.end(r.Resize(size))
+	return s.end(medium, r.Resize(size))
 }
 
 // Settle implements backend.Settler.
@@ -252,7 +258,7 @@ func (s *Store) Inspect() error {
 		return nil
 	}
 	if i, ok := (*medium).(backend.Inspector); ok {
-		return s.end(i.Inspect())
+		return s.end(medium, i.Inspect())
 	}
 	return nil
 }

@@ -112,6 +112,30 @@ func TestHold(t *testing.T) {
 	}
 }
 
+// After a medium has failed for ever, calls wait for the next one.
+func TestFailedMedium(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		first := memory(t, 1<<20)
+		s, _ := opened(t, first)
+		if err := first.Close(); err != nil {
+			t.Fatal(err)
+		}
+		if err := s.WriteAt(make([]byte, 512), 0); !errors.Is(err, backend.ErrMoved) {
+			t.Errorf("WriteAt that finds out: %v", err)
+		}
+		begun := time.Now()
+		time.AfterFunc(time.Second, func() {
+			s.Release()
+			if err := s.Adopt(memory(t, 1<<20)); err != nil {
+				t.Error(err)
+			}
+		})
+		if err := s.WriteAt(make([]byte, 512), 0); err != nil || time.Since(begun) < time.Second {
+			t.Errorf("WriteAt after that: %v after %v", err, time.Since(begun))
+		}
+	})
+}
+
 // A medium may come back with another size, and with nothing else.
 func TestAdopt(t *testing.T) {
 	s, _ := opened(t, memory(t, 1<<20))

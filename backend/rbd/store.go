@@ -212,7 +212,10 @@ func (s *Store) Resize(size int64) error {
 		s.SetSize(old)
 		return fmt.Errorf("rbd store %s: %w", s.d.c.URI, err)
 	}
-	if size > old {
+	switch {
+	case s.d.c.Shared: // the client of NBD is gone, and another Store follows
+		s.SetSize(size)
+	case size > old:
 		_, err = s.client.Grow()
 	}
 	return err

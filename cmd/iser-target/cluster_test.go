@@ -349,6 +349,13 @@ func TestClusterOfProcesses(t *testing.T) {
 	a.ok(t, "cluster", "handover", "1", "a")
 	w.moved("hand-over back", "a", planned)
 
+	a.ok(t, "lun", "resize", storeName, "1", "2MiB")
+	testkit.Eventually(t, "both gateways know the new size", func() bool {
+		size := func(s *station) int64 { return read[schema.LUNState](t, s, "lun", "show", storeName, "1").Size }
+		return size(a) == 2<<20 && size(b) == 2<<20
+	})
+	b.says(t, cli.ExitRefused, "ask the gateway that serves the LUN", "lun", "resize", storeName, "1", "3MiB")
+
 	w.fresh()
 	if err := a.cmd.Process.Signal(syscall.SIGTERM); err != nil {
 		t.Fatal(err)
@@ -394,6 +401,17 @@ func TestClusterOfProcesses(t *testing.T) {
 	}
 	wire.set(false)
 	both("mended")
+	w.fresh()
+	b.ok(t, "cluster", "handover", "1", "a")
+	w.moved("hand-over before an upgrade", "a", planned)
+	w.fresh()
+	a.ok(t, "upgrade")
+	w.moved("upgrade", "b", planned)
+	both("upgrade")
+	w.fresh()
+	b.ok(t, "cluster", "handover", "1", "a")
+	w.moved("hand-over after an upgrade", "a", planned)
+	b.says(t, cli.ExitOK, "2 gateways, and shared LUNs 1", "doctor")
 	if left, err := filepath.Glob(filepath.Join(images, ".locks", "*")); err != nil || len(left) != 1 {
 		t.Errorf("locks: %v, %v", left, err)
 	}

@@ -338,6 +338,8 @@ func errorOf(err error) *schema.Error {
 		return &schema.Error{Code: schema.Failed, Message: err.Error(), Hint: "remove the cause; then iser-target lun recover"}
 	case errors.Is(err, backend.ErrDeleted), errors.Is(err, backend.ErrCut):
 		return &schema.Error{Code: schema.Failed, Message: err.Error(), Hint: "nothing was changed; bring the file back, as docs/service.md describes, and repeat the command"}
+	case errors.Is(err, backend.ErrMoved):
+		return &schema.Error{Code: schema.Refused, Message: err.Error(), Hint: "nothing was changed; ask the gateway that serves the LUN: iser-target cluster status"}
 	case errors.Is(err, daemon.ErrCluster):
 		return &schema.Error{Code: schema.Refused, Message: err.Error(), Hint: "nothing was changed"}
 	case errors.Is(err, state.ErrUnreachable):

@@ -151,6 +151,49 @@ that of handover, so the LUN stays there until handover --release.`,
 	return cmd
 }
 
+// checkCluster finds what keeps shared LUNs from being served, or from being taken over.
+func checkCluster(ctx context.Context, c *client.Client) ([]Finding, error) {
+	s, err := c.Cluster(ctx)
+	var refused *schema.Error
+	if errors.As(err, &refused) && (refused.Code == schema.Refused || refused.Code == schema.NotFound) { // it is in none, or older
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	return clusterFindings(&s), nil
+}
+
+func clusterFindings(s *schema.ClusterState) (list []Finding) {
+	if s.Reason != "" {
+		list = append(list, Finding{problem, "cluster", "this gateway serves no shared LUN: " + s.Reason, "check the members of etcd (cluster.etcd)"})
+	}
+	if s.Conflict != "" {
+		list = append(list, Finding{problem, "cluster", s.Conflict, ""})
+	}
+	for _, l := range s.LUNs {
+		if l.Owner == "" {
+			list = append(list, Finding{problem, "cluster", fmt.Sprintf("no gateway serves LUN %d of %s", l.ID, l.Target), "the logs of the gateways say why they cannot open or fence it"})
+		}
+	}
+	takers := 0
+	for _, g := range s.Gateways {
+		if !g.Draining {
+			takers++
+		}
+		if g.Unable > 0 {
+			list = append(list, Finding{warning, "cluster", fmt.Sprintf("gateway %s cannot serve %d LUNs", g.Name, g.Unable), "its log says why; give all gateways the same shared LUNs"})
+		}
+	}
+	if takers < 2 && s.Reason == "" {
+		list = append(list, Finding{warning, "cluster", fmt.Sprintf("%d gateway takes LUNs, so that nobody takes over if it ends", takers), "start the others"})
+	}
+	if len(list) == 0 {
+		list = append(list, Finding{fine, "cluster", fmt.Sprintf("%d gateways, and shared LUNs %d", takers, len(s.LUNs)), ""})
+	}
+	return list
+}
+
 // gateways completes the names of gateways.
 func gateways(ctx context.Context, c *client.Client, _ []string) (names []string) {
 	s, _ := c.Cluster(ctx)

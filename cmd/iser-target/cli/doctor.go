@@ -41,7 +41,7 @@ func (p *program) doctor() *cobra.Command {
 		long: `Check a running target for problems: its configuration file, LUNs that are not
 ready, targets without a portal, disks that may fill up, refused logins, and limits
 that are used to 80 % or were reached within the last hour, and IPsec that cannot be
-enforced, and what LUNs on RBD images require. doctor changes nothing. It exits with 1 if it finds a problem; warnings do not count. Run it
+enforced, gateways of its cluster, and what LUNs on RBD images require. doctor changes nothing. It exits with 1 if it finds a problem; warnings do not count. Run it
 on the machine of the target, because it checks the disks of its own machine.`,
 		run: func(ctx context.Context, c *call) error {
 			st, err := c.State(ctx)
@@ -69,6 +69,11 @@ on the machine of the target, because it checks the disks of its own machine.`,
 				return err
 			}
 			list = append(list, pressing...)
+			gateways, err := checkCluster(ctx, c.Client)
+			if err != nil {
+				return err
+			}
+			list = append(list, gateways...)
 			protection, err := checkIPsec(ctx, c.Client)
 			if err != nil {
 				return err

@@ -81,3 +81,31 @@ func TestDoctorNamesCertificatesThatExpire(t *testing.T) {
 		t.Errorf("with a list of 23 hours: %+v", got)
 	}
 }
+
+// What clusterFindings says of a group.
+func TestClusterFindings(t *testing.T) {
+	good := func() *schema.ClusterState {
+		return &schema.ClusterState{Name: "a", Gateways: []schema.GatewayState{{Name: "a"}, {Name: "b"}}, LUNs: []schema.SharedLUNState{{Target: "t", ID: 1, Owner: "b"}}}
+	}
+	for name, tt := range map[string]struct {
+		change func(*schema.ClusterState)
+		want   string
+	}{
+		"well":     {func(*schema.ClusterState) {}, "ok: 2 gateways, and shared LUNs 1"},
+		"no etcd":  {func(s *schema.ClusterState) { s.Reason = "it is down"; s.Gateways = nil }, "problem: this gateway serves no shared LUN: it is down"},
+		"conflict": {func(s *schema.ClusterState) { s.Conflict = "one portal group" }, "problem: one portal group"},
+		"no owner": {func(s *schema.ClusterState) { s.LUNs[0].Owner = "" }, "problem: no gateway serves LUN 1 of t"},
+		"alone":    {func(s *schema.ClusterState) { s.Gateways = s.Gateways[:1] }, "warning: 1 gateway takes LUNs, so that nobody takes over if it ends"},
+		"draining": {func(s *schema.ClusterState) { s.Gateways[1].Draining = true }, "warning: 1 gateway takes LUNs, so that nobody takes over if it ends"},
+		"unable":   {func(s *schema.ClusterState) { s.Gateways[1].Unable = 3 }, "warning: gateway b cannot serve 3 LUNs"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := good()
+			tt.change(s)
+			list := clusterFindings(s)
+			if len(list) != 1 || list[0].Severity+": "+list[0].Text != tt.want || list[0].About != "cluster" {
+				t.Errorf("findings %+v, want %q", list, tt.want)
+			}
+		})
+	}
+}

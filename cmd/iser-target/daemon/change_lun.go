@@ -192,6 +192,11 @@ func (c *change) resize(t *servedTarget, next config.LUN) error {
 		if err := r.to(c.ctx, int64(next.Size)); err != nil {
 			return err
 		}
+		if l.Shared {
+			if err := c.d.group.noteMedium(c.ctx, l.unit.Identity().Serial, l.unit.Info()); err != nil {
+				return errors.Join(err, r.to(c.lasting(), r.old))
+			}
+		}
 		c.onUndo(func() error { return r.to(c.lasting(), r.old) })
 		c.tellSize(t, next.ID, r.old, int64(next.Size))
 	}

@@ -136,5 +136,9 @@ func (d *Daemon) stopping(drain time.Duration) {
 	if drain > 0 {
 		status += fmt.Sprintf(", asked to log out within %v", drain)
 	}
-	d.notify("STOPPING=1", systemd.Extend(drain+d.waits.sync+shutdownTime+stopSlack), systemd.Status(status))
+	leave := time.Duration(0)
+	if d.group != nil {
+		leave = handTime
+	}
+	d.notify("STOPPING=1", systemd.Extend(drain+leave+d.waits.sync+shutdownTime+stopSlack), systemd.Status(status))
 }

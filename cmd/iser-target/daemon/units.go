@@ -458,8 +458,12 @@ func (d *Daemon) storeLost(log *slog.Logger, l *config.LUN, text string, reason 
 // rbdConfig returns the configuration of a store on an RBD image, which logs what its daemon says.
 func (d *Daemon) rbdConfig(l *config.LUN) rbd.Config {
 	log := d.log.With(eventKey, "lun", "lun", l.ID, "path", l.Path)
+	size := int64(l.Size)
+	if l.Shared { // the image may have another size since another gateway has set it
+		size = 0
+	}
 	return rbd.Config{
-		URI: l.Path, Size: int64(l.Size), BlockSize: uint32(l.BlockSize), ReadOnly: l.ReadOnly, Dir: d.state.dir,
+		URI: l.Path, Size: size, BlockSize: uint32(l.BlockSize), ReadOnly: l.ReadOnly, Dir: d.state.dir,
 		Said:   func(line string) { log.Warn("message about the daemon of an RBD image", "text", line) },
 		Shared: l.Shared,
 		Lost:   func(reason error) { d.storeLost(log, l, "RBD image cannot be reached, and commands wait", reason) },
