@@ -320,3 +320,60 @@ func childOf(t *testing.T, pid int) (child int) {
 	t.Fatalf("process %d has no child", pid)
 	return 0
 }
+
+// A Store that gateways share ends when its client is fenced, or its daemon is killed, and writes nothing after that. Its clients are known
+// by their addresses until they have closed the image, and a neighbor is not fenced.
+func TestShared(t *testing.T) {
+	images := rbdfake.Install(t, "p")
+	uri, dir := makeImage(t, "a"), t.TempDir()
+	neighbor := mustOpen(t, Config{URI: makeImage(t, "b"), Dir: dir, Shared: true})
+	lost := make(chan error, 1)
+	open := func() *Store {
+		return mustOpen(t, Config{URI: uri, Dir: t.TempDir(), Shared: true, Lost: func(reason error) { lost <- reason }})
+	}
+	data := bytes.Repeat([]byte("0123456789abcdef"), 32)
+	for name, end := range map[string]func(s *Store){
+		"fenced by address": func(s *Store) {
+			address, err := s.Address(t.Context())
+			must(t, "Address", err)
+			must(t, "Fence", Fence(t.Context(), uri, address))
+		},
+		"fenced as a watcher": func(*Store) { must(t, "Fence", Fence(t.Context(), uri, "")) },
+		"daemon killed":       func(s *Store) { must(t, "kill", s.process().cmd.Process.Kill()) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := open()
+			if s.Info().VolatileCache {
+				t.Error("the Store says that it has a cache")
+			}
+			must(t, "WriteAt", s.WriteAt(data, 0))
+			end(s)
+			if err := <-lost; err == nil {
+				t.Error("Lost was called without a reason")
+			}
+			if err := s.WriteAt(data, 512); !errors.Is(err, backend.ErrClosed) {
+				t.Errorf("WriteAt after that: %v", err)
+			}
+			if err := s.Close(); err == nil {
+				t.Error("Close says that nothing is under way")
+			}
+			must(t, "Fence", Fence(t.Context(), uri, "")) // the lock of a client that was killed goes with that, too
+			next := open()
+			want(t, next, 0, data)
+			must(t, "Close", next.Close())
+		})
+	}
+	must(t, "the neighbor's WriteAt", neighbor.WriteAt(data, 0))
+	if _, err := neighbor.Address(t.Context()); err != nil {
+		t.Error(err)
+	}
+	for _, address := range []string{"-h", "a b", "10.0.0.1;x"} {
+		if err := Fence(t.Context(), uri, address); err == nil || !strings.Contains(err.Error(), "is not an address") {
+			t.Errorf("Fence of %q: %v", address, err)
+		}
+	}
+	must(t, "Close", neighbor.Close())
+	if left, _ := filepath.Glob(filepath.Join(images, ".watchers", "*")); len(left) > 0 {
+		t.Errorf("left behind: %v", left)
+	}
+}
