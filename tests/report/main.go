@@ -79,6 +79,15 @@ func main() {
 	}
 	switch {
 	case *show != "":
+		if len(o.others) == 0 { // which are out of reach of another namespace
+			code, done, reason := ownLoopback(ctx, "cubic")
+			if done {
+				os.Exit(code)
+			}
+			if reason != nil {
+				o.progress("the congestion control stays %s: %v", congestion(), reason)
+			}
+		}
 		do = func() error { return figures(ctx, os.Stdout, &o, list(*show)) }
 	case *tune != "":
 		do = func() error { return tuning(ctx, os.Stdout, &o, list(*tune)) }

@@ -485,3 +485,49 @@ func TestKernelJobs(t *testing.T) {
 		}
 	}
 }
+
+// TestMain plays the process that ownLoopback starts: it prints the congestion control that it has.
+func TestMain(m *testing.M) {
+	if os.Getenv(loopbackVariable) == "" {
+		os.Exit(m.Run())
+	}
+	if _, done, err := ownLoopback(context.Background(), "reno"); done || err != nil {
+		fmt.Println(done, err)
+		os.Exit(1)
+	}
+	fmt.Println("control:", congestion())
+	os.Exit(7)
+}
+
+// The figures are measured with the congestion control that they ask for, in a network namespace of their own.
+func TestOwnLoopback(t *testing.T) {
+	if os.Getuid() != 0 {
+		t.Skip("only root makes network namespaces")
+	}
+	name := "reno"
+	if congestion() == name {
+		name = "cubic"
+	}
+	stdout := os.Stdout
+	r, w, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	os.Stdout = w
+	code, done, reason := ownLoopback(t.Context(), name)
+	os.Stdout = stdout
+	w.Close()
+	out, err := io.ReadAll(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if string(out) != "control: "+name+"\n" || code != 7 || !done || reason != nil {
+		t.Errorf("the other process: %q, exit code %d, %t, %v", out, code, done, reason)
+	}
+	if congestion() == name {
+		t.Error("this process has the congestion control of the other one")
+	}
+	if _, done, err := ownLoopback(t.Context(), congestion()); done || err != nil {
+		t.Errorf("without need: %t, %v", done, err)
+	}
+}
