@@ -25,7 +25,7 @@ import (
 // How long nobody may answer when a LUN moves. Without other load it is 0.5 s, and the lease and 1 s; see docs/cluster.md.
 const (
 	planned   = 10 * time.Second
-	unplanned = 20 * time.Second
+	unplanned = 40 * time.Second
 )
 
 // A cable leads to a server, until it is cut: then nothing passes, and nothing is closed.
@@ -292,7 +292,7 @@ func startGateway(t *testing.T, name string, tag int, etcd string) *station {
 	s.configure(t, func(text string) string {
 		text = strings.Replace(text, `{listen: "127.0.0.1:0"}`, fmt.Sprintf(`{listen: "127.0.0.1:0", tpgt: %d}`, tag), 1)
 		text = strings.Replace(text, "size: 1MiB}]", "size: 1MiB}, {id: 1, backend: rbd, path: 'rbd:p/disk', size: 1MiB, shared: true, naa: \"3000000000000001\"}]", 1)
-		return text + fmt.Sprintf("cluster: {name: %s, etcd: [%q], lease: 3s, failback: 1h}\n", name, etcd)
+		return text + fmt.Sprintf("cluster: {name: %s, etcd: [%q], lease: 6s, failback: 1h}\n", name, etcd)
 	})
 	s.startProgram(t, executable(t))
 	return s

@@ -60,7 +60,7 @@ func newGateway(t *testing.T, name string, tag int, member *etcdserver.Member, o
 		portals:    fmt.Sprintf(`{listen: "127.0.0.1:0", tpgt: %d}`, tag),
 		initiators: `"*"`,
 		luns:       `{id: 0, backend: memory, size: 1MiB}, {id: 1, backend: nbd, path: "nbd://192.0.2.1/disk", shared: true, naa: "3000000000000001"}`,
-		more:       fmt.Sprintf("cluster: {name: %s, etcd: [%q], lease: 2s, failback: 1h, fence_program: /bin/true}\n", name, member.Endpoint()),
+		more:       fmt.Sprintf("cluster: {name: %s, etcd: [%q], lease: 10s, failback: 1h, fence_program: /bin/true}\n", name, member.Endpoint()),
 	}
 	l.path = filepath.Join(l.dir, "c.yaml")
 	l.write()
