@@ -226,7 +226,10 @@ func (s *Store) Resize(size int64) error {
 	if !ok {
 		return backend.ErrFixedSize
 	}
-	return s.end(medium, r.Resize(size))
+	if err := r.Resize(size); err != nil {
+		return s.end(medium, err)
+	}
+	return nil // that is the size, whichever gateway has the medium now
 }
 
 // Settle implements backend.Settler.

@@ -363,6 +363,20 @@ func TestShared(t *testing.T) {
 			must(t, "Close", next.Close())
 		})
 	}
+	s := open()
+	must(t, "Resize", s.Resize(2*size))
+	if err := <-lost; err == nil {
+		t.Error("Lost was called without a reason after Resize")
+	}
+	if err := s.Close(); err == nil {
+		t.Error("Close after Resize says that nothing is under way")
+	}
+	must(t, "Fence", Fence(t.Context(), uri, ""))
+	s = open()
+	if n := s.Info().Size; n != 2*size {
+		t.Errorf("the image has %d bytes after Resize", n)
+	}
+	must(t, "Close", s.Close())
 	must(t, "the neighbor's WriteAt", neighbor.WriteAt(data, 0))
 	if _, err := neighbor.Address(t.Context()); err != nil {
 		t.Error(err)

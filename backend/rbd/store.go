@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -53,8 +54,9 @@ type client interface {
 // A Store is an image. See the package.
 type Store struct {
 	client
-	d      *daemon
-	closed atomic.Bool
+	d        *daemon
+	closed   atomic.Bool
+	resizing sync.Mutex // of a shared Store: held by Resize, which ends the connection, so that nobody takes that for a failure before
 }
 
 // Open starts a daemon and opens the image. It gives up after about 30 s.
@@ -148,6 +150,10 @@ func open(c Config) (*Store, error) {
 
 // lost starts the daemon again if the cluster has put its client on the blocklist: it refuses all I/O then.
 func (s *Store) lost(reason error) {
+	if s.d.c.Shared {
+		s.resizing.Lock()
+		defer s.resizing.Unlock()
+	}
 	if errors.Is(reason, nbd.ErrShutdown) {
 		if s.d.c.Shared {
 			reason = fmt.Errorf("the Ceph cluster refuses the client (blocklist): %w", reason)
@@ -199,6 +205,10 @@ func (s *Store) Resize(size int64) error {
 	}
 	if s.d.c.ReadOnly {
 		return backend.ErrReadOnly
+	}
+	if s.d.c.Shared {
+		s.resizing.Lock()
+		defer s.resizing.Unlock()
 	}
 	old := s.Info().Size
 	if size < old { // before, so that nobody expects more of the export

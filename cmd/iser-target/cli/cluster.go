@@ -21,7 +21,9 @@ func (p *program) cluster() *cobra.Command {
 		args: cobra.NoArgs,
 		long: `Show the gateways of the cluster, and which of them serves each shared LUN, as this
 gateway knows it. A LUN whose owner is not the gateway that should have it goes there
-after cluster.failback. docs/cluster.md describes clusters.`},
+after cluster.failback. docs/cluster.md describes clusters.`,
+		example: `  iser-target cluster status
+  iser-target cluster status -o json`},
 		func(ctx context.Context, c *call) (schema.ClusterState, error) { return c.Cluster(ctx) }, clusterTable)
 	return group("cluster", "Show and move LUNs that gateways share", status, p.handover(), p.balance())
 }
@@ -129,6 +131,7 @@ func (p *program) balance() *cobra.Command {
 	cmd := p.output(verb{use: "balance [--dry-run]", short: "Spread the shared LUNs evenly over the gateways", args: cobra.NoArgs,
 		long: `Spread the shared LUNs evenly over the gateways, with the fewest moves. Each move is
 that of handover, so the LUN stays there until handover --release.`,
+		example: `  iser-target cluster balance --dry-run`,
 		run: func(ctx context.Context, c *call) error {
 			moves, err := c.Balance(ctx, dry)
 			if err != nil {
