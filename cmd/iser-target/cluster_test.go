@@ -356,6 +356,23 @@ func TestClusterOfProcesses(t *testing.T) {
 	})
 	b.says(t, cli.ExitRefused, "ask the gateway that serves the LUN", "lun", "resize", storeName, "1", "3MiB")
 
+	// LUNs come and go at run time. The first gateway creates the image, and what one gateway deletes the other one serves.
+	create := []string{"lun", "create", storeName, "--id", "2", "--backend", "rbd", "--path", "rbd:p/second", "--size", "1MiB", "--shared", "--naa", "3000000000000002"}
+	owner := func(s *station, lun int) string {
+		for _, l := range read[schema.ClusterState](t, s, "cluster", "status").LUNs {
+			if l.ID == lun {
+				return l.Owner
+			}
+		}
+		return "not shared"
+	}
+	a.ok(t, create...)
+	b.ok(t, create...)
+	testkit.Eventually(t, "both gateways know the owner of the new LUN", func() bool { return owner(a, 2) != "" && owner(a, 2) == owner(b, 2) })
+	a.ok(t, "lun", "delete", storeName, "2", "--disrupt")
+	testkit.Eventually(t, "the other gateway serves it", func() bool { return owner(a, 2) == "not shared" && owner(b, 2) == "b" })
+	b.ok(t, "lun", "delete", storeName, "2", "--disrupt")
+
 	w.fresh()
 	if err := a.cmd.Process.Signal(syscall.SIGTERM); err != nil {
 		t.Fatal(err)

@@ -38,7 +38,7 @@ func targetConfig(t *schema.Target) config.Target {
 func lunConfig(l *schema.LUN) (config.LUN, error) {
 	c := config.LUN{
 		Backend: l.Backend, Path: l.Path, BlockSize: l.BlockSize, ReadOnly: l.ReadOnly, WriteThrough: l.WriteThrough,
-		Removable: l.Removable, Identity: l.Identity, Serial: l.Serial, NAA: l.NAA, Vendor: l.Vendor, Product: l.Product, Sanitize: l.Sanitize, Checksums: l.Checksums, ChecksumsPath: l.ChecksumsPath, Protection: l.Protection, Plugin: l.Plugin, Options: l.Options,
+		Removable: l.Removable, Identity: l.Identity, Serial: l.Serial, NAA: l.NAA, Vendor: l.Vendor, Product: l.Product, Sanitize: l.Sanitize, Shared: l.Shared, Checksums: l.Checksums, ChecksumsPath: l.ChecksumsPath, Protection: l.Protection, Plugin: l.Plugin, Options: l.Options,
 		Initiators: l.Initiators, ReadOnlyFor: l.ReadOnlyFor,
 	}
 	all, err := rateConfig("", &schema.Rate{

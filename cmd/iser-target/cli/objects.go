@@ -403,6 +403,7 @@ func lunTable(t *table, l schema.LUNState) {
 	t.row("write through", l.WriteThrough)
 	t.row("removable", l.Removable)
 	t.row("sanitize", l.Sanitize)
+	t.row("shared", l.Shared)
 	if l.Protection != 0 {
 		t.row("protection", fmt.Sprintf("type %d", l.Protection))
 	}
@@ -529,6 +530,7 @@ the command removes the volume again.`,
 	f.StringVar(&l.NAA, "naa", "", "NAA designator that initiators see, of a disk that moves here (default: a new one)")
 	f.StringVar(&l.Vendor, "vendor", "", "vendor that initiators see (default ISERTGT)")
 	f.StringVar(&l.Product, "product", "", "product that initiators see (default VIRTUAL-DISK)")
+	f.BoolVar(&l.Shared, "shared", false, "share the LUN with the other gateways of the cluster; requires --naa")
 	f.BoolVar(&l.Sanitize, "sanitize", false, "let initiators erase the whole LUN with SANITIZE")
 	f.BoolVar(&l.Checksums, "checksums", false, "keep checksums of the blocks in a side file, and verify them on each read")
 	f.StringVar(&l.ChecksumsPath, "checksums-path", "", "the side file (default of a file: its path with .sums)")

@@ -885,13 +885,14 @@ func (d *Daemon) Cluster() (*schema.ClusterState, error) {
 	if err := gw.Err(); err != nil {
 		st.Reason = err.Error()
 	}
-	owns := map[string]int{}
+	owns, has := map[string]int{}, map[string]bool{}
 	g.mu.Lock()
 	st.Conflict = g.learnTags()
 	for _, serial := range slices.Sorted(maps.Keys(g.luns)) {
 		l := g.luns[serial]
 		s := schema.SharedLUNState{Target: l.target, ID: l.cfg.ID, NAA: serial, Owner: gw.Owner(serial), Favorite: gw.Favorite(serial), Preferred: gw.Preferred(serial), Here: l.gate.Admits()}
 		owns[s.Owner]++
+		has[serial] = true
 		st.LUNs = append(st.LUNs, s)
 	}
 	g.mu.Unlock()
@@ -901,7 +902,13 @@ func (d *Daemon) Cluster() (*schema.ClusterState, error) {
 	for _, m := range gw.Members() {
 		var n gatewayNote
 		_ = json.Unmarshal(m.Note, &n) // see tagsOf
-		st.Gateways = append(st.Gateways, schema.GatewayState{Name: m.Name, Version: n.Version, Draining: m.Draining, LUNs: owns[m.Name], Unable: len(m.Unable)})
+		unable := 0
+		for _, serial := range m.Unable { // perhaps of a LUN that nobody has any longer
+			if has[serial] {
+				unable++
+			}
+		}
+		st.Gateways = append(st.Gateways, schema.GatewayState{Name: m.Name, Version: n.Version, Draining: m.Draining, LUNs: owns[m.Name], Unable: unable})
 	}
 	return st, nil
 }

@@ -224,7 +224,7 @@ func lunState(target string, l *servedLUN) schema.LUNState {
 	s := schema.LUNState{
 		Target: target, ID: l.ID, Backend: l.Backend, Path: l.Path, Size: info.Size, BlockSize: int(info.BlockSize),
 		NAA: hex.EncodeToString(names.NAA), Serial: names.Serial, Vendor: names.Vendor, Product: names.Product, State: schema.Ready,
-		ReadOnly: l.ReadOnly || info.ReadOnly, WriteThrough: l.WriteThrough, Removable: l.Removable, Identity: l.Identity, Sanitize: l.Sanitize, Protection: l.Protection,
+		ReadOnly: l.ReadOnly || info.ReadOnly, WriteThrough: l.WriteThrough, Removable: l.Removable, Identity: l.Identity, Sanitize: l.Sanitize, Shared: l.Shared, Protection: l.Protection,
 		Initiators: l.Initiators, ReadOnlyFor: l.ReadOnlyFor,
 		RateState: rateState(l.Rate()), Waiting: l.unit.StoreCalls().Waiting,
 	}

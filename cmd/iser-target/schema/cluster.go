@@ -15,7 +15,7 @@ type GatewayState struct {
 	Version  string `json:"version"`
 	Draining bool   `json:"draining,omitempty"` // it takes no LUN
 	LUNs     int    `json:"luns"`               // that it serves, of those in ClusterState
-	Unable   int    `json:"unable,omitempty"`   // LUNs that it could not open, or has no part in
+	Unable   int    `json:"unable,omitempty"`   // LUNs of those that it could not open, or has no part in
 }
 
 // A SharedLUNState is a LUN that gateways share.

@@ -34,6 +34,7 @@ type LUN struct {
 	Vendor       string `json:"vendor,omitempty"`
 	Product      string `json:"product,omitempty"`
 	Sanitize     bool   `json:"sanitize,omitempty"`
+	Shared       bool   `json:"shared,omitempty"`
 	Checksums    bool   `json:"checksums,omitempty"`
 	// ChecksumsPath is the side file of the checksums.
 	ChecksumsPath string `json:"checksums_path,omitempty"`
