@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"encoding/binary"
+	"encoding/json"
 	"fmt"
 	"net"
 	"net/url"
@@ -320,7 +321,14 @@ func TestClusterOfProcesses(t *testing.T) {
 	w := watch(t, pa, pb)
 	both := func(what string) {
 		testkit.Eventually(t, what+": both gateways are there", func() bool {
-			return len(read[schema.ClusterState](t, b, "cluster", "status").Gateways) == 2
+			for _, s := range []*station{a, b} { // one that was killed is there for the others until its lease is over
+				var st schema.ClusterState
+				out, _, code := s.run(t, "cluster", "status", "-o", "json")
+				if code != cli.ExitOK || json.Unmarshal([]byte(out), &st) != nil || len(st.Gateways) != 2 || st.Reason != "" {
+					return false
+				}
+			}
+			return true
 		})
 	}
 	back := func(what string) {

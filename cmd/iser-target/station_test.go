@@ -90,6 +90,7 @@ func (s *station) run(t *testing.T, args ...string) (out, errOut string, code in
 	t.Helper()
 	var stdout, stderr bytes.Buffer
 	if raceEnabled {
+		t.Setenv("ISER_TARGET_CONTROL_SOCKET", s.socket) // the last station to start has set its own
 		root := rootCommand(&stdout, &stderr)
 		root.SetArgs(args)
 		code = cli.Report(&stderr, root.ExecuteContext(t.Context()))

@@ -363,8 +363,13 @@ func (g *Gateway) Favorite(lun string) (name string) {
 func (g *Gateway) Err() error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
+	if g.term == nil && g.err == nil {
+		return errJoining
+	}
 	return g.err
 }
+
+var errJoining = errors.New("the gateway has no lease yet")
 
 // Prefer makes the group give the LUN to a gateway, at once and whenever that is there; "": to the one that its name gives.
 func (g *Gateway) Prefer(ctx context.Context, lun, gateway string) error {

@@ -532,7 +532,8 @@ func (g *group) follow() {
 			return
 		}
 		g.own = own
-		g.gw.SetNote(g.note())
+		gw := g.gw
+		gw.SetNote(g.note())
 		conflict := g.learnTags()
 		type news struct {
 			states map[uint16]lun.AccessState
@@ -543,7 +544,7 @@ func (g *group) follow() {
 		for serial, l := range g.luns {
 			if l.unit != nil {
 				states := g.access(serial, l)
-				server := g.gw.Server(serial)
+				server := gw.Server(serial)
 				units[l.unit] = news{states, l.store, server != "" && server != g.c.Name}
 			}
 		}
@@ -561,8 +562,14 @@ func (g *group) follow() {
 		})
 		for u, n := range units {
 			u.SetAccess(n.states)
-			n.store.SetAway(n.away) // after that, so that commands that wait learn the state
 		}
+		g.mu.Lock() // after that, so that commands that wait learn the state
+		if g.gw == gw {
+			for _, n := range units {
+				n.store.SetAway(n.away)
+			}
+		}
+		g.mu.Unlock()
 	}
 }
 
