@@ -125,7 +125,7 @@ type LUNState struct {
 	Removable    bool              `json:"removable"`
 	Identity     string            `json:"identity,omitempty"` // the key of the configuration
 	Sanitize     bool              `json:"sanitize"`
-	Shared       bool              `json:"shared"` // gateways share it: see ClusterState
+	Shared       bool              `json:"shared"`                  // gateways share it: see ClusterState
 	Protection   int               `json:"protection,omitempty"`    // type of T10 protection information: 1 or 3; 0: none
 	Checksums    *ChecksumState    `json:"checksums,omitempty"`     // nil: the LUN has none
 	Space        *SpaceState       `json:"space,omitempty"`         // nil: not known
