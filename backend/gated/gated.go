@@ -110,7 +110,7 @@ const poll = 2 * time.Millisecond
 // SetAway notes whether another gateway has the medium open.
 func (s *Store) SetAway(away bool) { s.away.Store(away) }
 
-// end returns the error of a call that the medium has ended with err. A change that the medium has not answered is not made again here:
+// end returns what the caller gets in place of err, which the medium has returned. A change that the medium has not answered is not made again here:
 // another gateway may have had it meanwhile.
 func (s *Store) end(medium *backend.Store, err error) error {
 	closed := errors.Is(err, backend.ErrClosed)

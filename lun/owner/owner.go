@@ -280,10 +280,14 @@ func (g *Gateway) Remove(ctx context.Context, lun string) error {
 	if t != nil {
 		err = g.present(ctx, t) // before it is given back: the others need not wait for this gateway then
 	}
-	u.signal()
-	if err != nil {
+	if err != nil { // the gateway keeps its part
+		g.mu.Lock()
+		defer g.mu.Unlock()
+		u.left = false
+		delete(g.without, lun)
 		return err
 	}
+	u.signal()
 	select {
 	case <-u.ended:
 	case <-ctx.Done():
@@ -325,7 +329,7 @@ func (g *Gateway) Preferred(lun string) string {
 type Member struct {
 	Name     string
 	Draining bool            // it takes no LUN
-	Unable   []string        // LUNs that it could not open a short time ago
+	Unable   []string        // LUNs that it could not open a short time ago, or has no part in
 	Note     json.RawMessage // Options.Note
 }
 

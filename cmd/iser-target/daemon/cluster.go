@@ -686,7 +686,7 @@ func (g *group) Fence(ctx context.Context, serial, gateway, address string) erro
 	switch {
 	case l.cfg.Backend == "rbd":
 		return rbd.Fence(ctx, l.cfg.Path, address)
-	case gateway == g.c.Name: // the process before, which has ended
+	case gateway == g.c.Name: // the process before is gone, and so is the connection
 		return nil
 	}
 	return g.runFence(ctx, l, gateway)
