@@ -29,7 +29,7 @@ func runProgram(ctx context.Context, i *rbduri.Image, program string, args ...st
 	ctx, cancel := context.WithTimeout(ctx, commandTime)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, program, append(args, "--conf="+i.Conf, "--id="+i.User)...)
-	cmd.Env = environment()
+	cmd.Env = Environment()
 	cmd.WaitDelay = time.Second
 	var errOut bytes.Buffer
 	cmd.Stderr = &errOut

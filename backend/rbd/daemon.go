@@ -94,8 +94,8 @@ func (t *tail) String() string {
 	return strings.Join(t.lines, "; ")
 }
 
-// environment returns the variables of a program: without those that are for the target, which may be secret.
-func environment() []string {
+// Environment returns the variables of a program that the target runs: without those that are for the target, which may be secret.
+func Environment() []string {
 	return slices.DeleteFunc(os.Environ(), func(v string) bool {
 		name, _, _ := strings.Cut(v, "=")
 		return strings.HasPrefix(name, "ISER_TARGET_") || slices.Contains([]string{"NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "WATCHDOG_USEC", "WATCHDOG_PID"}, name)
@@ -115,7 +115,7 @@ func (d *daemon) begin(until time.Time) (*process, error) {
 	p.cmd = exec.Command(daemonProgram, "--chardev", "socket,id=qmp,fd=4", "--monitor", "chardev=qmp",
 		"--nbd-server", "addr.type=fd,addr.str=3,max-connections=0")
 	p.cmd.ExtraFiles = []*os.File{d.listener, theirs}
-	p.cmd.Env = environment()
+	p.cmd.Env = Environment()
 	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	out, err := p.cmd.StderrPipe()
 	if err != nil {

@@ -79,7 +79,7 @@ type examiner struct {
 // run runs a program and returns its output. The error has what it said.
 func (x *examiner) run(ctx context.Context, program string, args ...string) (string, error) {
 	cmd := exec.CommandContext(ctx, program, args...)
-	cmd.Env = environment()
+	cmd.Env = Environment()
 	cmd.Dir = "/"
 	cmd.WaitDelay = time.Second
 	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: x.as}

@@ -550,6 +550,16 @@ func TestAddRemove(t *testing.T) {
 		gr.fresh()
 		lun := gr.luns[slices.IndexFunc(gr.luns, func(lun string) bool { return best("abc")(lun) == "a" })]
 		a := gr.nodes[0].g
+		ctx, cancel := context.WithTimeout(gr.Context(), time.Second)
+		defer cancel()
+		gr.nodes[0].link.Cut(true) // the lease lasts longer
+		if err := a.Remove(ctx, lun); err == nil {
+			gr.Error("Remove without a home succeeds")
+		}
+		gr.nodes[0].link.Cut(false)
+		time.Sleep(time.Minute)
+		gr.settle(time.Second, best("abc"))
+		gr.longest(0) // it kept its part
 		if err := a.Remove(gr.Context(), lun); err != nil {
 			gr.Fatal(err)
 		}

@@ -697,6 +697,7 @@ func (g *group) runFence(ctx context.Context, l *sharedLUN, gateway string) erro
 	ctx, cancel := context.WithTimeout(ctx, fenceTime)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, g.c.FenceProgram, l.cfg.Path, gateway)
+	cmd.Env = rbd.Environment()
 	cmd.WaitDelay = time.Second
 	out, err := cmd.CombinedOutput()
 	if err == nil {
