@@ -59,6 +59,8 @@ func BenchmarkWrite(b *testing.B) {
 		for _, size := range sizes {
 			b.Run(fmt.Sprintf("crc=%t/%s", crc, size.name), func(b *testing.B) {
 				i, r := pair(b, Options{NoCRC: !crc}, Options{NoCRC: !crc})
+				i.Grow()
+				r.Grow()
 				var region Region
 				stag := r.Register(&region, make([]byte, size.n), 0, RemoteWrite)
 				arrived := make(chan error)

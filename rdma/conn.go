@@ -157,6 +157,9 @@ func (c *Conn) attach(nc net.Conn, prefix []byte, ird, ord int, crc, markersOut 
 // goroutine that calls Receive calls it.
 func (c *Conn) Grow() {
 	c.rx.win.Grow()
+	if c.rx.both = llp.BuffersReader(c.nc); c.rx.both != nil {
+		c.rx.win.Scatter(c.readBoth)
+	}
 	c.rx.long = llp.LongData
 	c.tx.out.Keep()
 }

@@ -32,7 +32,8 @@ type Event struct {
 // receiver is the state of the goroutine that is in Receive.
 type receiver struct {
 	win  llp.Window
-	long int // longer ULPDUs do not wait in win until they are whole
+	both func(p, q []byte) (int, error) // reads from the socket, see llp.BuffersReader; nil: it cannot do that
+	long int                            // longer ULPDUs do not wait in win until they are whole
 
 	asm     []byte // a Send of several segments; maxSend bytes at most
 	asmLen  int
@@ -234,7 +235,10 @@ func (c *Conn) Unread() (unread []byte, rest int) {
 // read reads from the socket for the window. It first sends what Defer kept back,
 // because it may have to wait. A Deregister interrupts it, and so does Pause. Then it returns errRevoked
 // if the memory of the present segment is gone, errPaused between two messages, and reads again otherwise.
-func (c *Conn) read(p []byte) (n int, err error) {
+func (c *Conn) read(p []byte) (n int, err error) { return c.readBoth(p, nil) }
+
+// readBoth does what read does, and reads to q what comes after p. Without q it reads to p only.
+func (c *Conn) readBoth(p, q []byte) (n int, err error) {
 	c.flushDeferred()
 	for {
 		if c.paused.Load() && c.rx.rests() {
@@ -245,7 +249,11 @@ func (c *Conn) read(p []byte) (n int, err error) {
 				return 0, err
 			}
 		}
-		n, err = c.nc.Read(p)
+		if q == nil {
+			n, err = c.nc.Read(p)
+		} else {
+			n, err = c.rx.both(p, q)
+		}
 		if n > 0 || err == nil || !c.interrupted(err) {
 			return n, err
 		}

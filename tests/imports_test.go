@@ -28,7 +28,7 @@ var mayImport = map[string][]string{
 	"cmd/iser-target/privilege":  {"golang.org/x/sys"},
 	"cmd/iser-target/probe":      {"backend", "config"},
 	"cmd/iser-target/systemd":    {"github.com/coreos/go-systemd/v22", "golang.org/x/sys"},
-	"cmd/iser-target/capture":    {"cmd/iser-target/schema", "github.com/gopacket/gopacket"},
+	"cmd/iser-target/capture":    {"cmd/iser-target/schema", "rdma/llp", "github.com/gopacket/gopacket"},
 	"cmd/iser-target/metrics":    {"iscsi", "lun", "rdma", "security/limits", "github.com/prometheus/client_golang", "go.yaml.in/yaml/v3"},
 	"iser":                       {"iscsi", "lun/invariant", "rdma"},
 	"iser/vectors":               {"iser", "iscsi/pdu", "rdma/wire"},

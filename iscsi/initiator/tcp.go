@@ -125,6 +125,9 @@ func (c *tcpCarrier) Offer(o Offer) []keys.Pair {
 func (c *tcpCarrier) EnterFullFeature(p Params, find func(uint32) *Command) error {
 	c.params, c.find, c.limit = p, find, receiveSegment
 	c.win.Grow()
+	if both := llp.BuffersReader(c.nc); both != nil {
+		c.win.Scatter(both)
+	}
 	return nil
 }
 

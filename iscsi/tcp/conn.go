@@ -208,6 +208,9 @@ func (c *Conn) EnterFullFeature(p iscsi.Params, tasks int) error {
 	}
 	c.rx.digests, c.rx.fullFeature, c.rx.limit = d, true, c.limit
 	c.rx.win.Grow()
+	if c.rx.both = llp.BuffersReader(c.nc); c.rx.both != nil {
+		c.rx.win.Scatter(c.readBoth)
+	}
 	c.tx.out.Keep()
 	c.maxSend.Store(int32(p.MaxRecvDataSegmentLength))
 	c.mu.Lock()

@@ -27,10 +27,11 @@ type receiver struct {
 	fullFeature bool
 	limit       int // longest data segment, bytes
 
-	win llp.Window
-	bhs [pdu.BHSLen]byte // of a PDU that does not stay in win
-	ahs []byte
-	big *iscsi.Buffer // a data segment that is longer than win, until the next Receive
+	win  llp.Window
+	both func(p, q []byte) (int, error) // reads from the socket, see llp.BuffersReader; nil: it cannot do that
+	bhs  [pdu.BHSLen]byte               // of a PDU that does not stay in win
+	ahs  []byte
+	big  *iscsi.Buffer // a data segment that is longer than win, until the next Receive
 
 	over *task // its GetData has ended; Receive returns the Notice next
 	err  error // what Receive returns after the Notices of all GetDatas; over is nil then
@@ -114,7 +115,10 @@ func (c *Conn) drainGets(n *iscsi.Notice) error {
 
 // read reads from the socket for the window. It first sends what Defer kept back,
 // because it may have to wait.
-func (c *Conn) read(p []byte) (int, error) {
+func (c *Conn) read(p []byte) (int, error) { return c.readBoth(p, nil) }
+
+// readBoth does what read does, and reads to q what comes after p. Without q it reads to p only.
+func (c *Conn) readBoth(p, q []byte) (n int, err error) {
 	c.flushDeferred()
 	for {
 		if c.paused.Load() && !c.rx.win.Inside {
@@ -125,7 +129,11 @@ func (c *Conn) read(p []byte) (int, error) {
 				return 0, err
 			}
 		}
-		n, err := c.nc.Read(p)
+		if q == nil {
+			n, err = c.nc.Read(p)
+		} else {
+			n, err = c.rx.both(p, q)
+		}
 		if n > 0 || !errors.Is(err, os.ErrDeadlineExceeded) || !c.paused.Load() {
 			return n, err
 		}

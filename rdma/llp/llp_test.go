@@ -6,7 +6,10 @@ import (
 	"io"
 	"math"
 	"net"
+	"os"
+	"syscall"
 	"testing"
+	"time"
 
 	"github.com/iser-target/iser-target/tests/testkit"
 )
@@ -251,6 +254,106 @@ func TestTaken(t *testing.T) {
 	a.Close()
 	if _, _, ok := Taken(a); ok {
 		t.Error("the size of a closed socket")
+	}
+}
+
+// A Scatter fills both places with one call, and fails as the Read of the socket does.
+func TestScatter(t *testing.T) {
+	a, b := testkit.Pair(t)
+	read := BuffersReader(a)
+	if read == nil || BuffersReader(struct{ net.Conn }{a}) != nil {
+		t.Fatal("a socket can be read to two places, another stream cannot")
+	}
+	want := stream(150)
+	write := func(n int) {
+		t.Helper()
+		if _, err := b.Write(want[:n]); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, size := range []int{100, 150, 90} {
+		write(size)
+		p, q := make([]byte, 100), make([]byte, 1000)
+		if n, err := read(p, q); n != size || err != nil {
+			t.Fatalf("%d bytes, error %v, want %d", n, err, size)
+		}
+		if !bytes.Equal(append(p[:min(size, 100)], q[:max(size-100, 0)]...), want[:size]) {
+			t.Errorf("of %d bytes, other bytes came", size)
+		}
+	}
+	p, q := make([]byte, 100), make([]byte, 100)
+	if n := testing.AllocsPerRun(100, func() {
+		write(150)
+		read(p, q)
+	}); n != 0 {
+		t.Errorf("%v allocations", n)
+	}
+	fails := func(is error) {
+		t.Helper()
+		_, want := a.Read(p)
+		if _, err := read(p, q); !errors.Is(err, is) || want == nil || err.Error() != want.Error() {
+			t.Errorf("the error is %v, that of Read %v", err, want)
+		}
+	}
+	a.SetReadDeadline(time.Unix(1, 0))
+	fails(os.ErrDeadlineExceeded)
+	a.SetReadDeadline(time.Time{})
+	b.Close()
+	fails(io.EOF)
+	a.Close()
+	fails(net.ErrClosed)
+
+	a, b = testkit.Pair(t)
+	read = BuffersReader(a)
+	b.(*net.TCPConn).SetLinger(0)
+	b.Close()
+	if _, err := read(p, q); !errors.Is(err, syscall.ECONNRESET) {
+		t.Errorf("after a reset the error is %v", err)
+	}
+}
+
+// Read brings the header of the next message, so that a stream of messages costs one system call for each.
+func TestWindowReadsBoth(t *testing.T) {
+	const header, data = 10, 60000
+	want := stream(10 * (header + data))
+	r, calls := bytes.NewReader(want), 0
+	w := new(Window)
+	w.Init(func(p []byte) (int, error) { calls++; return r.Read(p) }, nil)
+	w.Grow()
+	w.Scatter(func(p, q []byte) (int, error) {
+		calls++
+		n, err := io.ReadFull(r, p)
+		if err == nil {
+			m, _ := r.Read(q)
+			n += m
+		}
+		return n, err
+	})
+	w.Thin = true
+	var got []byte
+	for range 10 {
+		if err := w.Fill(header); err != nil {
+			t.Fatal(err)
+		}
+		got = append(got, w.TakeHeader(header, data)...)
+		p := make([]byte, data)
+		for n := 0; n < data; {
+			k, err := w.Read(p[n:])
+			if err != nil {
+				t.Fatal(err)
+			}
+			n += k
+			if _, rest := w.Unread(); rest != data-n {
+				t.Fatalf("%d bytes of data remain, Unread says %d", data-n, rest)
+			}
+		}
+		got = append(got, p...)
+	}
+	if !bytes.Equal(got, want) || calls != 11 {
+		t.Errorf("%d calls, want 11; the bytes are equal: %t", calls, bytes.Equal(got, want))
+	}
+	if _, err := w.Read(make([]byte, 1)); err != ErrTruncated {
+		t.Errorf("at the end of the stream inside a message: %v", err)
 	}
 }
 

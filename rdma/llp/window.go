@@ -51,7 +51,8 @@ type Window struct {
 	Patience func(missing int) error
 
 	read func([]byte) (int, error)
-	buf  []byte // buf[r:w] is unread
+	both func(p, q []byte) (int, error) // see Scatter
+	buf  []byte                         // buf[r:w] is unread
 	r, w int
 	rest int // bytes of the present message after its header, see Unread
 
@@ -64,6 +65,10 @@ func (w *Window) Init(read func([]byte) (int, error), prefix []byte) {
 	w.read = read
 	w.Preload(prefix)
 }
+
+// Scatter makes Read bring what comes after long data to the Window at once: headers and small messages cost no system call of their own then. both reads to p, and to q
+// what comes after that, and is otherwise like the read of Init.
+func (w *Window) Scatter(both func(p, q []byte) (int, error)) { w.both = both }
 
 // Preload puts prefix, at most WindowLen bytes, into an empty Window.
 func (w *Window) Preload(prefix []byte) {
@@ -171,12 +176,23 @@ func (w *Window) fill(n int) error {
 }
 
 // Read moves bytes of the present message to p: those of the Window, or if it is
-// empty what one read returns. It implements io.Reader.
+// empty what one read returns. p is not longer than the rest of the message. It implements io.Reader.
 func (w *Window) Read(p []byte) (n int, err error) {
 	if w.r < w.w {
 		n = copy(p, w.buf[w.r:w.w])
 		w.r += n
-	} else if n, err = w.read(p); n > 0 {
+		w.rest -= n
+		return n, nil
+	}
+	if w.both != nil && len(p) > 0 && len(w.buf) >= thinRead {
+		w.r, w.w = 0, 0
+		n, err = w.both(p, w.buf[:thinRead])
+		w.w = max(n-len(p), 0)
+		n -= w.w
+	} else {
+		n, err = w.read(p)
+	}
+	if n > 0 {
 		err = nil
 	} else if err == io.EOF {
 		err = ErrTruncated

@@ -436,7 +436,10 @@ func (r *reader) unit() error {
 		r.r += got
 		if got == 0 {
 			var err error
-			if got, err = r.c.Read(dst); got == 0 {
+			r.r, r.w = 0, 0
+			got, err = r.c.ReadBuffers(dst, r.win[:2000])
+			r.w = max(got-len(dst), 0)
+			if got -= r.w; got == 0 {
 				return err
 			}
 		}
@@ -768,6 +771,8 @@ func TestIdleTapCostsNothing(t *testing.T) {
 			p.target.WriteBuffers(&c)
 			p.target.Write(b)
 			io.ReadFull(p.initiator, a)
+			p.initiator.Write(b)
+			p.target.ReadBuffers(a[:len(b)-1], a[len(b)-1:])
 			io.ReadFull(p.initiator, b)
 		}); n != 0 {
 			t.Errorf("%s: %v allocations", when, n)

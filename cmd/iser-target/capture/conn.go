@@ -17,6 +17,8 @@ import (
 	"sync/atomic"
 	"syscall"
 	"time"
+
+	"github.com/iser-target/iser-target/rdma/llp"
 )
 
 // headLen bounds the bytes that a Conn keeps of each direction. Startup frames and a login
@@ -38,7 +40,8 @@ type Conn struct {
 	// Conn is a *net.TCPConn. Embedded with that type, it would promote methods that
 	// bypass the recording.
 	net.Conn
-	hub *Hub
+	hub  *Hub
+	both *llp.Scatter // of Conn; nil: it is closed already
 
 	received uint64               // bytes; for the reader only
 	sent     uint64               // bytes; for the writer only
@@ -115,6 +118,25 @@ func (c *Conn) Read(p []byte) (int, error) {
 	}
 	c.received += uint64(n)
 	if err != nil {
+		if reason := c.aborted.Load(); reason != nil {
+			err = *reason
+		}
+	}
+	return n, err
+}
+
+// ReadBuffers reads to p, and to q what comes after it, with one system call. While c is recorded it reads to p only, so that Unread tells where the PDUs
+// of what it returns begin.
+func (c *Conn) ReadBuffers(p, q []byte) (int, error) {
+	if c.both == nil || c.on.Load() {
+		return c.Read(p)
+	}
+	n, err := c.both.ReadBuffers(p, q)
+	c.received += uint64(n) // if the recording has begun meanwhile, it has a gap here
+	if err != nil {
+		if c.on.Load() {
+			c.read(nil, err)
+		}
 		if reason := c.aborted.Load(); reason != nil {
 			err = *reason
 		}
