@@ -138,7 +138,7 @@ tuning: build ## the measurements of docs/tuning.md, TUNING_ROUNDS rounds, as ta
 # Three minutes and more each. With them make test takes longer than 35 minutes.
 LONGEST = ^(TestIPsecHandover|TestIPsecPages|TestIPsecSYNACK|TestSegments)$$
 # Its times hold on a machine without other load.
-CLUSTERED = ^TestCluster$$
+CLUSTERED = ^(TestCluster|TestClusterOnCeph)$$
 INTEROP_TEST = $(GO) tool gotestsum --format standard-verbose --packages="$(INTEROP)" -- -count 1 -timeout $(INTEROP_TIMEOUT)
 
 .PHONY: interop
@@ -151,7 +151,7 @@ interop-long: ## the longest tests in the virtual machine
 
 .PHONY: cluster
 cluster: ## gateways that take over from each other under Linux with multipath, and tests and measurements on small Ceph clusters, which they bring up; needs ceph-mon, ceph-osd and ceph-common
-	$(INTEROP_TEST) -run '$(CLUSTERED)'
+	ISER_TARGET_CLUSTER=1 $(INTEROP_TEST) -run '$(CLUSTERED)'
 	ISER_TARGET_CLUSTER=1 $(GO) test -v -count 1 -bench . -benchtime 1x -timeout $(TEST_TIMEOUT) ./tests/ceph
 
 .PHONY: scale

@@ -3,7 +3,6 @@ package main
 import (
 	"bytes"
 	"context"
-	"encoding/binary"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -563,15 +562,10 @@ func status(t *testing.T, s *initiator.Session, c *initiator.Command) byte {
 
 // prOut returns PERSISTENT RESERVE OUT with a service action, type, keys and APTPL.
 func prOut(sa, typ byte, key, saKey uint64, aptpl byte) *initiator.Command {
-	list := make([]byte, 24)
-	binary.BigEndian.PutUint64(list, key)
-	binary.BigEndian.PutUint64(list[8:], saKey)
-	list[20] = aptpl
-	return &initiator.Command{CDB: [16]byte{0x5f, sa, typ, 8: 24}, Out: list}
+	c := &initiator.Command{}
+	c.CDB, c.Out = cdb.PersistentReserveOut(sa, typ, key, saKey, aptpl)
+	return c
 }
-
-// Service actions and a type of PERSISTENT RESERVE OUT (SPC-4, section 6.16).
-const register, reserve, preemptAndAbort, exclusiveAccess = 0, 1, 5, 3
 
 // A persistent reservation with APTPL survives kill -9, and another initiator
 // can preempt it and abort the commands of its holder.
@@ -594,10 +588,10 @@ targets:
 
 	p := start(t, "serve", "--config", cfg)
 	a := login(p, 1)
-	if st := status(t, a, prOut(register, 0, 0, 0xaaaa, 1)); st != 0 {
+	if st := status(t, a, prOut(cdb.Register, 0, 0, 0xaaaa, 1)); st != 0 {
 		t.Fatalf("REGISTER: status %#x", st)
 	}
-	if st := status(t, a, prOut(reserve, exclusiveAccess, 0xaaaa, 0, 0)); st != 0 {
+	if st := status(t, a, prOut(cdb.Reserve, cdb.ExclusiveAccess, 0xaaaa, 0, 0)); st != 0 {
 		t.Fatalf("RESERVE: status %#x", st)
 	}
 	p.cmd.Process.Kill()
@@ -612,10 +606,10 @@ targets:
 	if st := status(t, a, write()); st != 0 {
 		t.Errorf("WRITE of the holder after the restart: status %#x", st)
 	}
-	if st := status(t, b, prOut(register, 0, 0, 0xbbbb, 1)); st != 0 {
+	if st := status(t, b, prOut(cdb.Register, 0, 0, 0xbbbb, 1)); st != 0 {
 		t.Fatalf("REGISTER: status %#x", st)
 	}
-	if st := status(t, b, prOut(preemptAndAbort, exclusiveAccess, 0xbbbb, 0xaaaa, 0)); st != 0 {
+	if st := status(t, b, prOut(cdb.PreemptAndAbort, cdb.ExclusiveAccess, 0xbbbb, 0xaaaa, 0)); st != 0 {
 		t.Fatalf("PREEMPT AND ABORT: status %#x", st)
 	}
 	if sa, sb := status(t, a, write()), status(t, b, write()); sa != conflict || sb != 0 {

@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/cephcluster"
 )
 
 // A target with another user (process.user) and few files (process.paths) uses an image of Ceph: its qemu-storage-daemon has the same rights, reads the
@@ -17,7 +18,7 @@ func TestConfined(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("only root has rights to give up")
 	}
-	c := newCluster(t, options{osds: 1, copies: 1, gib: 2})
+	c := newCluster(t, cephcluster.Options{OSDs: 1, Copies: 1, GiB: 2})
 	const nobody = 65534
 	dir, err := os.MkdirTemp("", "confined")
 	if err != nil {
@@ -36,13 +37,13 @@ func TestConfined(t *testing.T) {
 	if err := os.Chown(own, nobody, nobody); err != nil {
 		t.Fatal(err)
 	}
-	text, err := os.ReadFile(c.conf)
+	text, err := os.ReadFile(c.Conf)
 	if err != nil {
 		t.Fatal(err)
 	}
-	key := c.must(t, "ceph", "auth", "get-or-create", "client.gateway", "mon", "profile rbd", "osd", "profile rbd pool="+pool)
+	key := c.must(t, "ceph", "auth", "get-or-create", "client.gateway", "mon", "profile rbd", "osd", "profile rbd pool="+cephcluster.Pool)
 	for name, content := range map[string]string{
-		"ceph.conf": strings.Replace(string(text), c.dir+"/keyring", ceph+"/keyring", 1),
+		"ceph.conf": strings.Replace(string(text), c.Dir+"/keyring", ceph+"/keyring", 1),
 		"keyring":   key,
 	} {
 		path := filepath.Join(ceph, name)
@@ -53,8 +54,8 @@ func TestConfined(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	c.must(t, "rbd", "create", "--size", "16M", pool+"/confined")
-	uri := fmt.Sprintf("rbd:%s/confined?id=gateway&conf=%s/ceph.conf", pool, ceph)
+	c.must(t, "rbd", "create", "--size", "16M", cephcluster.Pool+"/confined")
+	uri := fmt.Sprintf("rbd:%s/confined?id=gateway&conf=%s/ceph.conf", cephcluster.Pool, ceph)
 	g := newGatewayIn(t, own, uri, fmt.Sprintf("process: {user: nobody, paths: [%s]}\n", own))
 	g.ready(t)
 	l := &load{session: g.login(t, "host")}

@@ -23,6 +23,7 @@ import (
 	"github.com/iser-target/iser-target/tests/interop/harness"
 	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
+	"github.com/iser-target/iser-target/tests/testkit/cephcluster"
 )
 
 func TestMain(m *testing.M) {
@@ -329,28 +330,11 @@ func (n *neighbor) end(t *testing.T) {
 	}
 }
 
-// freeze stops daemons of a cluster, all if none is named, and returns a function that lets them continue.
-func (c *cluster) freeze(names ...string) (thaw func()) {
-	if len(names) == 0 {
-		for _, d := range c.all {
-			names = append(names, d.name)
-		}
-	}
-	for _, n := range names {
-		c.signal(n, syscall.SIGSTOP)
-	}
-	return func() {
-		for _, n := range slices.Backward(names) {
-			c.signal(n, syscall.SIGCONT)
-		}
-	}
-}
-
 // A hung cluster costs its LUN only. The target keeps answering for its other LUNs, to the initiator that works on Ceph, too, and to the operator. Of the LUN
 // on Ceph, commands in progress wait, others get BUSY after store_timeout, and TEST UNIT READY is NOT READY. When the cluster is back, commands continue, and
 // what was acknowledged is there. A target that starts meanwhile serves its other LUNs at once, and one that ends is not held up.
 func TestHungCluster(t *testing.T) {
-	c := newCluster(t, options{osds: 1, copies: 1, gib: 4})
+	c := newCluster(t, cephcluster.Options{OSDs: 1, Copies: 1, GiB: 4})
 	g := newGateway(t, c.image(t, "hung", "16M"))
 	g.ready(t)
 	l := &load{session: g.login(t, "host")}
@@ -368,7 +352,7 @@ func TestHungCluster(t *testing.T) {
 		l.flows(t)
 		n.lap(t, "before")
 		own.lap(t, "before, same session")
-		thaw := c.freeze(frozen...)
+		thaw := c.Freeze(frozen...)
 		begun := time.Now()
 		if name == "mon.a" { // OSDs serve what they serve
 			l.flows(t)
@@ -417,7 +401,7 @@ func TestHungCluster(t *testing.T) {
 	n.end(t)
 	own.end(t)
 
-	thaw := c.freeze()
+	thaw := c.Freeze()
 	g.cmd.Process.Kill()
 	<-g.wait
 	begun := time.Now()
@@ -440,7 +424,7 @@ func TestHungCluster(t *testing.T) {
 	l = &load{session: g.login(t, "host")}
 	l.start()
 	l.flows(t)
-	thaw = c.freeze()
+	thaw = c.Freeze()
 	testkit.Eventually(t, "the LUN is not ready", func() bool { return g.lun(t).State == schema.NotReady })
 	begun = time.Now()
 	g.cmd.Process.Signal(syscall.SIGTERM)
@@ -457,7 +441,7 @@ func TestHungCluster(t *testing.T) {
 
 // An OSD that is frozen costs a pause until its cluster has marked it down, and nothing else: the other copy serves. When it is thawed, nothing changes.
 func TestFrozenOSD(t *testing.T) {
-	c := newCluster(t, options{osds: 3, copies: 2, gib: 2})
+	c := newCluster(t, cephcluster.Options{OSDs: 3, Copies: 2, GiB: 2})
 	g := newGateway(t, c.image(t, "frozen", "16M"))
 	g.ready(t)
 	l := &load{session: g.login(t, "host")}
@@ -466,7 +450,7 @@ func TestFrozenOSD(t *testing.T) {
 	n.start()
 	l.flows(t)
 	n.lap(t, "before")
-	thaw := c.freeze("osd.0")
+	thaw := c.Freeze("osd.0")
 	begun := time.Now()
 	testkit.Eventually(t, "osd.0 is marked down", func() bool {
 		return strings.Contains(c.must(t, "ceph", "osd", "stat", "-f", "json"), `"num_up_osds":2,`)

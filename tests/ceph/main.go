@@ -15,14 +15,16 @@ import (
 	"os/signal"
 	"syscall"
 	"time"
+
+	"github.com/iser-target/iser-target/tests/testkit/cephcluster"
 )
 
 func main() {
-	var o options
-	flag.IntVar(&o.osds, "osds", 1, "number of OSDs")
-	flag.IntVar(&o.copies, "copies", 1, "copies of each object")
-	flag.IntVar(&o.gib, "gib", 4, "GiB of each OSD")
-	flag.BoolVar(&o.bluestore, "bluestore", false, "objects are in a sparse file, not in memory")
+	var o cephcluster.Options
+	flag.IntVar(&o.OSDs, "osds", 1, "number of OSDs")
+	flag.IntVar(&o.Copies, "copies", 1, "copies of each object")
+	flag.IntVar(&o.GiB, "gib", 4, "GiB of each OSD")
+	flag.BoolVar(&o.BlueStore, "bluestore", false, "objects are in a sparse file, not in memory")
 	flag.Parse()
 	if err := serve(o); err != nil {
 		fmt.Fprintln(os.Stderr, "ceph:", err)
@@ -31,7 +33,7 @@ func main() {
 }
 
 // serve keeps a cluster until a signal comes.
-func serve(o options) error {
+func serve(o cephcluster.Options) error {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	dir, err := os.MkdirTemp("", "ceph")
@@ -39,13 +41,13 @@ func serve(o options) error {
 		return err
 	}
 	begun := time.Now()
-	c, err := start(ctx, dir, o)
+	c, err := cephcluster.Start(ctx, dir, o)
 	if err != nil {
 		return fmt.Errorf("%w. Its logs are in %s", err, dir)
 	}
 	defer os.RemoveAll(dir)
-	fmt.Fprintf(os.Stderr, "up after %v, with pool %s. Ctrl-C ends it.\n", time.Since(begun).Round(100*time.Millisecond), pool)
-	fmt.Printf("export CEPH_CONF=%s\n", c.conf)
+	fmt.Fprintf(os.Stderr, "up after %v, with pool %s. Ctrl-C ends it.\n", time.Since(begun).Round(100*time.Millisecond), cephcluster.Pool)
+	fmt.Printf("export CEPH_CONF=%s\n", c.Conf)
 	<-ctx.Done()
-	return c.stop()
+	return c.Stop()
 }

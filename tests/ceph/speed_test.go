@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/backend/rbd"
+	"github.com/iser-target/iser-target/tests/testkit/cephcluster"
 )
 
 // speedTime is the time of one measurement of the store.
@@ -19,11 +20,11 @@ var opsPerSecond = regexp.MustCompile(`ops/sec: ([0-9.]+)`)
 
 // BenchmarkStore prints how many writes per second a Store does, and how many rbd bench does on an image of the same kind, in turn.
 func BenchmarkStore(t *testing.B) {
-	c := newCluster(t, options{osds: 1, copies: 1, gib: 8})
+	c := newCluster(t, cephcluster.Options{OSDs: 1, Copies: 1, GiB: 8})
 	uri := c.image(t, "speed", "512M")
-	c.must(t, "rbd", "create", "--size", "512M", pool+"/bench")
+	c.must(t, "rbd", "create", "--size", "512M", cephcluster.Pool+"/bench")
 	fill := func(image string) {
-		c.must(t, "rbd", "bench", "--io-type", "write", "--io-size", "4M", "--io-threads", "4", "--io-total", "512M", pool+"/"+image)
+		c.must(t, "rbd", "bench", "--io-type", "write", "--io-size", "4M", "--io-threads", "4", "--io-total", "512M", cephcluster.Pool+"/"+image)
 	}
 	fill("bench")
 	fill("speed")
@@ -37,7 +38,7 @@ func BenchmarkStore(t *testing.B) {
 		best := 0.0
 		for range 3 {
 			out := c.must(t, "rbd", "bench", "--io-type", "write", "--io-pattern", "rand", "--io-size", work.name, "--io-threads", strconv.Itoa(work.depth),
-				"--io-total", work.total, "--rbd-cache=false", pool+"/bench")
+				"--io-total", work.total, "--rbd-cache=false", cephcluster.Pool+"/bench")
 			m := opsPerSecond.FindAllStringSubmatch(out, -1)
 			if m == nil {
 				t.Fatalf("rbd bench: %s", out)

@@ -14,13 +14,14 @@ import (
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/backend/rbd"
+	"github.com/iser-target/iser-target/tests/testkit/cephcluster"
 )
 
 // image makes an image and returns its URI.
 func (c *cluster) image(t testing.TB, name, size string) string {
 	t.Helper()
-	c.must(t, "rbd", "create", "--size", size, pool+"/"+name)
-	return "rbd:" + pool + "/" + name + "?conf=" + c.conf
+	c.must(t, "rbd", "create", "--size", size, cephcluster.Pool+"/"+name)
+	return "rbd:" + cephcluster.Pool + "/" + name + "?conf=" + c.Conf
 }
 
 // open opens a Store for the time of a test.
@@ -43,7 +44,7 @@ func open(t testing.TB, c rbd.Config) *rbd.Store {
 
 // One cluster with one OSD has all that the tests below need.
 func TestStore(t *testing.T) {
-	c := newCluster(t, options{osds: 1, copies: 1, gib: 8})
+	c := newCluster(t, cephcluster.Options{OSDs: 1, Copies: 1, GiB: 8})
 	t.Run("contract", func(t *testing.T) {
 		n := 0
 		backendtest.Run(t, func(t *testing.T) backend.Store {
@@ -62,13 +63,13 @@ func TestStore(t *testing.T) {
 func (c *cluster) errors(t *testing.T) {
 	uri := c.image(t, "errors", "8M")
 	other := filepath.Join(t.TempDir(), "other.conf")
-	text, err := os.ReadFile(c.conf)
+	text, err := os.ReadFile(c.Conf)
 	if err != nil {
 		t.Fatal(err)
 	}
 	keyring := other + ".keyring"
 	c.must(t, "ceph-authtool", "-C", keyring, "--gen-key", "-n", "client.admin")
-	if err := os.WriteFile(other, bytes.Replace(text, []byte(c.dir+"/keyring"), []byte(keyring), 1), 0o600); err != nil {
+	if err := os.WriteFile(other, bytes.Replace(text, []byte(c.Dir+"/keyring"), []byte(keyring), 1), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	for _, tt := range []struct {
@@ -77,7 +78,7 @@ func (c *cluster) errors(t *testing.T) {
 	}{
 		{rbd.Config{URI: strings.Replace(uri, "/errors", "/none", 1)}, "the pool has no image none. rbd create rbd/none makes one"},
 		{rbd.Config{URI: strings.Replace(uri, "rbd/errors", "none/errors", 1)}, "the cluster has no pool none"},
-		{rbd.Config{URI: strings.Replace(uri, c.conf, other, 1)}, "the cluster refuses client.admin"},
+		{rbd.Config{URI: strings.Replace(uri, c.Conf, other, 1)}, "the cluster refuses client.admin"},
 		{rbd.Config{URI: uri + "&id=nobody"}, "the cluster refuses client.nobody"},
 		{rbd.Config{URI: uri + ".none"}, "conf cannot be read"},
 		{rbd.Config{URI: uri, Size: 4 << 20}, "the image has 8388608 bytes, but size says 4194304"},
@@ -110,11 +111,11 @@ func (c *cluster) diagnose(t *testing.T) {
 	}
 	t.Cleanup(func() { os.RemoveAll(dir) })
 	conf, keyring := filepath.Join(dir, "ceph.conf"), filepath.Join(dir, "keyring")
-	text, err := os.ReadFile(c.conf)
+	text, err := os.ReadFile(c.Conf)
 	if err != nil {
 		t.Fatal(err)
 	}
-	text = bytes.Replace(text, []byte(c.dir+"/keyring"), []byte(keyring), 1)
+	text = bytes.Replace(text, []byte(c.Dir+"/keyring"), []byte(keyring), 1)
 	write := func(path string, b []byte) {
 		t.Helper()
 		if err := os.WriteFile(path, b, 0o600); err != nil {
@@ -132,38 +133,38 @@ func (c *cluster) diagnose(t *testing.T) {
 			t.Logf("%s: %s: %s", image, list[0].Text, list[0].Mend)
 		}
 	}
-	c.must(t, "rbd", "create", "--size", "4M", pool+"/diagnose")
+	c.must(t, "rbd", "create", "--size", "4M", cephcluster.Pool+"/diagnose")
 	chmod := func(path string, mode os.FileMode) {
 		t.Helper()
 		if err := os.Chmod(path, mode); err != nil {
 			t.Fatal(err)
 		}
 	}
-	find(pool+"/diagnose", "a directory that uid 65534 may not enter: "+dir, "chmod o+x "+dir)
+	find(cephcluster.Pool+"/diagnose", "a directory that uid 65534 may not enter: "+dir, "chmod o+x "+dir)
 	chmod(dir, 0o755)
-	find(pool+"/diagnose", conf+" does not exist", "ceph config generate-minimal-conf")
+	find(cephcluster.Pool+"/diagnose", conf+" does not exist", "ceph config generate-minimal-conf")
 	write(conf, text)
-	find(pool+"/diagnose", conf+" is not readable for uid 65534", "chgrp 65534 "+conf)
+	find(cephcluster.Pool+"/diagnose", conf+" is not readable for uid 65534", "chgrp 65534 "+conf)
 	chmod(conf, 0o644)
-	find(pool+"/diagnose", "no keyring for client.viewer. Ceph looks for "+keyring, "ceph auth get-or-create client.viewer")
+	find(cephcluster.Pool+"/diagnose", "no keyring for client.viewer. Ceph looks for "+keyring, "ceph auth get-or-create client.viewer")
 	c.must(t, "ceph-authtool", "-C", keyring, "--gen-key", "-n", "client.viewer")
-	find(pool+"/diagnose", keyring+" is not readable for uid 65534", "chgrp 65534 "+keyring)
+	find(cephcluster.Pool+"/diagnose", keyring+" is not readable for uid 65534", "chgrp 65534 "+keyring)
 	chmod(keyring, 0o644)
-	find(pool+"/diagnose", "the cluster refuses client.viewer", "ceph auth get-or-create client.viewer")
+	find(cephcluster.Pool+"/diagnose", "the cluster refuses client.viewer", "ceph auth get-or-create client.viewer")
 	write(keyring, []byte(c.must(t, "ceph", "auth", "get-or-create", "client.viewer", "mon", "allow r")))
 	chmod(keyring, 0o644)
-	find(pool+"/diagnose", "client.viewer lacks capabilities for pool rbd", "ceph auth caps client.viewer mon 'profile rbd' osd 'profile rbd pool=rbd'")
+	find(cephcluster.Pool+"/diagnose", "client.viewer lacks capabilities for pool rbd", "ceph auth caps client.viewer mon 'profile rbd' osd 'profile rbd pool=rbd'")
 	c.must(t, "ceph", "auth", "caps", "client.viewer", "mon", "profile rbd", "osd", "profile rbd pool=rbd")
-	find(pool+"/diagnose", "", "")
-	find(pool+"/none", "the pool rbd has no image none", "rbd create rbd/none")
-	find(pool+"/ns/none", "the pool rbd has no namespace ns", "rbd namespace create rbd/ns")
+	find(cephcluster.Pool+"/diagnose", "", "")
+	find(cephcluster.Pool+"/none", "the pool rbd has no image none", "rbd create rbd/none")
+	find(cephcluster.Pool+"/ns/none", "the pool rbd has no namespace ns", "rbd namespace create rbd/ns")
 	find("none/none", "the cluster has no pool none", "ceph osd pool create none")
 	for daemon, want := range map[string]string{"osd.0": "the monitors answer, but the OSDs of pool rbd do not within", "mon.a": "do not answer within"} {
-		c.signal(daemon, syscall.SIGSTOP)
-		find(pool+"/diagnose", want, "systemctl start ceph-"+daemon[:3]+".target")
-		c.signal(daemon, syscall.SIGCONT)
+		c.Signal(daemon, syscall.SIGSTOP)
+		find(cephcluster.Pool+"/diagnose", want, "systemctl start ceph-"+daemon[:3]+".target")
+		c.Signal(daemon, syscall.SIGCONT)
 	}
-	find(pool+"/diagnose", "", "")
+	find(cephcluster.Pool+"/diagnose", "", "")
 }
 
 // pids returns the processes of that name that this one has started.
@@ -253,7 +254,7 @@ func (c *cluster) blocklist(t *testing.T) {
 	w := writer{s: open(t, rbd.Config{URI: c.image(t, "blocklist", "8M"), Dir: t.TempDir()}), content: make([]byte, 8<<20)}
 	began := time.Now()
 	w.run(t, func() bool { return time.Since(began) > time.Second })
-	out := c.must(t, "rbd", "lock", "ls", pool+"/blocklist")
+	out := c.must(t, "rbd", "lock", "ls", cephcluster.Pool+"/blocklist")
 	fields := strings.Fields(out)
 	c.must(t, "ceph", "osd", "blocklist", "add", fields[len(fields)-1])
 	before := pids(t, "qemu-storage-daemon")
@@ -280,7 +281,7 @@ func (c *cluster) resize(t *testing.T) {
 	if err := s.Resize(16 << 20); err != nil {
 		t.Error("Resize: ", err)
 	}
-	c.must(t, "rbd", "resize", "--size", "24M", "--no-progress", pool+"/resize")
+	c.must(t, "rbd", "resize", "--size", "24M", "--no-progress", cephcluster.Pool+"/resize")
 	if size, err := s.Grow(); err != nil || size != 24<<20 {
 		t.Errorf("Grow: %d, %v", size, err)
 	}

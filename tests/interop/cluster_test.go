@@ -1,9 +1,12 @@
 package interop_test
 
 import (
+	"bytes"
+	"context"
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -11,88 +14,204 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
+	"github.com/iser-target/iser-target/tests/initiator"
 	"github.com/iser-target/iser-target/tests/interop/harness"
+	"github.com/iser-target/iser-target/tests/interop/vm"
 	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
+	"github.com/iser-target/iser-target/tests/testkit/cephcluster"
 	"github.com/iser-target/iser-target/tests/testkit/etcdserver"
 	"github.com/iser-target/iser-target/tests/testkit/rbdfake"
 )
 
-// Two gateways share an image, which Linux reaches by iSER through the one and by TCP through the other; multipathd makes a disk of both.
-// On its ext4, a counter is written with O_DSYNC, and fio verifies what it writes. The owner hands over, ends, is killed and frozen, and
-// etcd loses a member and its majority. No acknowledged counter is lost, no pause is longer than permitted, and the file system is clean.
-func TestCluster(t *testing.T) {
-	v := boot(t)
-	need(t, "multipathd", "fio", "udevadm", "mkfs.ext4", "etcd")
-	images := rbdfake.Install(t, "p")
-	if err := os.WriteFile(filepath.Join(images, "p", "disk"), nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	if err := os.Truncate(filepath.Join(images, "p", "disk"), 96<<20); err != nil {
-		t.Fatal(err)
-	}
-	members := etcdserver.Start(t, 3)
-	const iqn = "iqn.2026-11.io.example:cluster"
-	gateway := func(name string, tag int) *harness.Target {
-		return harness.Config{
-			Targets: `
-  - name: ` + iqn + `
+const clusterTarget = "iqn.2026-11.io.example:cluster"
+
+// Keys of the registrations of Linux and of another node.
+const linuxKey, nodeKey = 0xa, 0xb
+
+// A cluster is two gateways that share an image, which Linux reaches by iSER through the one and by TCP through the other; multipathd
+// makes a disk of both. On its ext4, a counter is written with O_DSYNC, and fio verifies what it writes. Linux holds a reservation that
+// keeps others from writing.
+type cluster struct {
+	t       *testing.T
+	v       *vm.VM
+	members []*etcdserver.Member
+	a, b    *harness.Target
+}
+
+// newCluster starts the gateways and what Linux does.
+func newCluster(t *testing.T, v *vm.VM, path string, env ...string) *cluster {
+	t.Helper()
+	c := &cluster{t: t, v: v, members: etcdserver.Start(t, 3)}
+	c.a, c.b = c.gateway("a", 1, path, env), c.gateway("b", 2, path, env)
+	c.both("start")
+	testkit.Eventually(t, "the LUN is served", func() bool { return c.status(c.a).LUNs[0].Owner != "" })
+	c.a.Manage(t, "cluster", "handover", "0", "a")
+	t.Cleanup(func() { v.Try(t, clusterDown, long) })
+	v.Run(t, script(c.a, "IQN="+clusterTarget+"\nISER="+c.a.Addr()+"\nTCP="+c.b.Addr()+"\n"+clusterUp), long)
+	c.reserved("start")
+	return c
+}
+
+func (c *cluster) gateway(name string, tag int, path string, env []string) *harness.Target {
+	return harness.Config{
+		Targets: fmt.Sprintf(`
+  - name: %s
     initiators: ["*"]
-    luns: [{id: 0, backend: rbd, path: "rbd:p/disk", shared: true, naa: "3000000000000001"}]
-`,
-			Portals: []harness.Portal{{TPGT: tag}},
-			More:    fmt.Sprintf("cluster: {name: %s, etcd: [\"%s\"], failback: 1h}\n", name, strings.Join(etcdserver.Endpoints(members), `", "`)),
-		}.Start(t)
+    luns: [{id: 0, backend: rbd, path: %q, shared: true, naa: "3000000000000001"}]
+`, clusterTarget, path),
+		Portals: []harness.Portal{{TPGT: tag}},
+		More:    fmt.Sprintf("cluster: {name: %s, etcd: [\"%s\"], failback: 1h}\n", name, strings.Join(etcdserver.Endpoints(c.members), `", "`)),
+		Env:     env,
+	}.Start(c.t)
+}
+
+func (c *cluster) status(d *harness.Target) schema.ClusterState {
+	return harness.Ask[schema.ClusterState](c.t, d, "cluster", "status")
+}
+
+// both waits until the gateways know each other.
+func (c *cluster) both(what string) {
+	c.t.Helper()
+	testkit.Eventually(c.t, what+": both gateways are there", func() bool {
+		sa, sb := c.status(c.a), c.status(c.b) // one that was killed is there for the others until its lease is over
+		return len(sa.Gateways) == 2 && len(sb.Gateways) == 2 && sa.Reason == "" && sb.Reason == ""
+	})
+}
+
+// run runs a script in the guest that may use the functions of clusterUp.
+func (c *cluster) run(body string) string {
+	c.t.Helper()
+	return c.v.Run(c.t, ". /run/cluster.sh\n"+body, long)
+}
+
+// event does something that moves the LUN to a gateway, and checks for how long the counter paused, and that the reservation holds.
+func (c *cluster) event(what string, limit time.Duration, do func()) {
+	c.t.Helper()
+	c.run("begin")
+	do()
+	out := c.run("proceeds; pause")
+	ms, err := strconv.Atoi(strings.TrimSpace(out[strings.LastIndexByte(strings.TrimSpace(out), '\n')+1:]))
+	if err != nil {
+		c.t.Fatal(err)
 	}
-	a, b := gateway("a", 1), gateway("b", 2)
-	status := func(d *harness.Target) schema.ClusterState {
-		return harness.Ask[schema.ClusterState](t, d, "cluster", "status")
+	paused := time.Duration(ms) * time.Millisecond
+	c.t.Logf("%s: the counter paused for %v", what, paused)
+	if paused > limit {
+		c.t.Errorf("%s: the counter paused for %v, more than %v", what, paused, limit)
 	}
-	both := func(what string) {
-		t.Helper()
-		testkit.Eventually(t, what+": both gateways are there", func() bool {
-			sa, sb := status(a), status(b) // one that was killed is there for the others until its lease is over
-			return len(sa.Gateways) == 2 && len(sb.Gateways) == 2 && sa.Reason == "" && sb.Reason == ""
-		})
-	}
-	both("start")
-	testkit.Eventually(t, "the LUN is served", func() bool { return status(a).LUNs[0].Owner != "" })
-	a.Manage(t, "cluster", "handover", "0", "a")
-	defer v.Try(t, clusterDown, long)
-	v.Run(t, script(a, "IQN="+iqn+"\nISER="+a.Addr()+"\nTCP="+b.Addr()+"\n"+clusterUp), long)
-	run := func(body string) string {
-		t.Helper()
-		return v.Run(t, ". /run/cluster.sh\n"+body, long)
-	}
-	// event does something that moves the LUN to a gateway, and checks for how long the counter paused.
-	event := func(what string, limit time.Duration, do func()) {
-		t.Helper()
-		run("begin")
-		do()
-		out := run("proceeds; pause")
-		ms, err := strconv.Atoi(strings.TrimSpace(out[strings.LastIndexByte(strings.TrimSpace(out), '\n')+1:]))
+	c.reserved(what)
+}
+
+// A nodePath is a session of another node through a gateway.
+type nodePath struct {
+	*initiator.Session
+	gateway string
+}
+
+// node logs in as another node, through all gateways that take it.
+func (c *cluster) node() (paths []nodePath) {
+	c.t.Helper()
+	for name, d := range map[string]*harness.Target{"a": c.a, "b": c.b} {
+		ctx, cancel := context.WithTimeout(c.t.Context(), 10*time.Second)
+		s, err := initiator.Login(ctx, d.Listen()[0], initiator.Options{Name: "iqn.2026-11.io.example:node", Target: clusterTarget})
+		cancel()
 		if err != nil {
-			t.Fatal(err)
+			c.t.Fatalf("gateway %s: %v", name, err)
 		}
-		paused := time.Duration(ms) * time.Millisecond
-		t.Logf("%s: the counter paused for %v", what, paused)
-		if paused > limit {
-			t.Errorf("%s: the counter paused for %v, more than %v", what, paused, limit)
+		c.t.Cleanup(func() { s.Close() })
+		paths = append(paths, nodePath{s, name})
+	}
+	return paths
+}
+
+// do runs a command of the node, again after each unit attention and while the LUN moves, and returns the status.
+func (c *cluster) do(p nodePath, command func() *initiator.Command) byte {
+	c.t.Helper()
+	for end := time.Now().Add(20 * time.Second); ; time.Sleep(50 * time.Millisecond) {
+		m := command()
+		if err := p.Do(m); err != nil {
+			c.t.Fatalf("gateway %s: %v", p.gateway, err)
+		}
+		again := m.Status == 0x08 || m.Status == 2 && (m.Sense[2]&0x0f == 6 || m.Sense[12] == 0x04 && m.Sense[13] == 0x0a)
+		if !again || time.Now().After(end) {
+			return m.Status
 		}
 	}
-	const planned, lost = 2 * time.Second, 8 * time.Second
-	event("hand-over", planned, func() { a.Manage(t, "cluster", "handover", "0", "b") })
-	event("hand-over back", planned, func() { b.Manage(t, "cluster", "handover", "0", "a") })
-	event("SIGTERM", planned, func() { a.Stop(t) })
-	a.Start(t)
-	both("restart")
-	run("await paths 2")
-	event("hand-over to the new process", planned, func() { b.Manage(t, "cluster", "handover", "0", "a") })
-	event("kill -9", lost, func() { a.Kill(t) })
-	a.Start(t)
-	both("restart")
-	run("await paths 2")
+}
+
+// nodeWrite is a WRITE of the node, to the last block.
+func (c *cluster) nodeWrite() *initiator.Command {
+	return &initiator.Command{CDB: cdb.Write16(clusterSize/512-1, 1), Out: make([]byte, 512)}
+}
+
+func prOut(sa byte, key, saKey uint64) func() *initiator.Command {
+	return func() *initiator.Command {
+		m := &initiator.Command{}
+		m.CDB, m.Out = cdb.PersistentReserveOut(sa, cdb.WriteExclusiveRegistrants, key, saKey, 0)
+		return m
+	}
+}
+
+// reserved checks that the LUN is reserved for Linux: all gateways show the same registrations, and no write of another node is executed.
+func (c *cluster) reserved(what string) {
+	c.t.Helper()
+	paths := c.node()
+	var keys [][]byte
+	conflicts := 0
+	for _, p := range paths {
+		var m *initiator.Command
+		if st := c.do(p, func() *initiator.Command {
+			m = &initiator.Command{CDB: [16]byte{0x5e, 0, 8: 64}, In: make([]byte, 64)} // PERSISTENT RESERVE IN, READ KEYS
+			return m
+		}); st != 0 {
+			c.t.Errorf("%s: READ KEYS through gateway %s: status %#x", what, p.gateway, st)
+		}
+		keys = append(keys, m.In)
+		switch st := c.do(p, c.nodeWrite); st {
+		case 0x18: // RESERVATION CONFLICT
+			conflicts++
+		case 0:
+			c.t.Errorf("%s: another node writes through gateway %s", what, p.gateway)
+		}
+		p.Close()
+	}
+	want := bytes.Repeat([]byte{0, 0, 0, 0, 0, 0, 0, linuxKey}, 2)
+	for _, k := range keys {
+		if !bytes.Equal(k, keys[0]) || !bytes.Equal(k[8:24], want) || k[7] != 16 {
+			c.t.Errorf("%s: the keys are % x, want those of two paths of Linux, and the same through all gateways", what, keys)
+			break
+		}
+	}
+	if conflicts == 0 {
+		c.t.Errorf("%s: no gateway refuses writes because of the reservation", what)
+	}
+}
+
+const planned, unplanned = 2 * time.Second, 8 * time.Second
+
+// lose makes the gateways end in all ways.
+func (c *cluster) lose() {
+	t, a, b := c.t, c.a, c.b
+	t.Helper()
+	c.event("hand-over", planned, func() { a.Manage(t, "cluster", "handover", "0", "b") })
+	c.event("hand-over back", planned, func() { b.Manage(t, "cluster", "handover", "0", "a") })
+	c.event("SIGTERM", planned, func() {
+		a.Stop(t)
+		a.Start(t)
+		c.both("restart")
+	})
+	c.run("await paths 2")
+	c.event("hand-over to the new process", planned, func() { b.Manage(t, "cluster", "handover", "0", "a") })
+	c.event("kill -9", unplanned, func() {
+		a.Kill(t)
+		c.run("await counts")
+		a.Start(t)
+		c.both("restart")
+	})
+	c.run("await paths 2")
 	b.Manage(t, "cluster", "handover", "0", "a")
-	event("frozen for 20 s", lost, func() {
+	c.event("frozen for 20 s", unplanned, func() {
 		frozen := append(harnessChildren(t, a.PID()), a.PID())
 		for _, pid := range frozen {
 			if err := syscall.Kill(pid, syscall.SIGSTOP); err != nil {
@@ -105,26 +224,121 @@ func TestCluster(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
+		c.both("thawed")
 	})
-	both("thawed")
-	run("await paths 2")
-	event("hand-over to the thawed gateway", planned, func() { b.Manage(t, "cluster", "handover", "0", "a") })
-	event("a member of etcd is lost", lost, func() {
-		members[0].Kill()
+	c.run("await paths 2")
+	c.event("hand-over to the thawed gateway", planned, func() { b.Manage(t, "cluster", "handover", "0", "a") })
+}
+
+// fence makes Linux and the node put each other out, as fence_scsi does, through the gateway that does not serve the LUN. It ends what
+// clusterUp has begun.
+func (c *cluster) fence() {
+	t := c.t
+	t.Helper()
+	paths := c.node()
+	write := func(want byte, when string) {
+		t.Helper()
+		for _, p := range paths {
+			if p.gateway == "a" { // the owner
+				if st := c.do(p, c.nodeWrite); st != want {
+					t.Errorf("%s: a write of the node ends with status %#x, want %#x", when, st, want)
+				}
+			}
+		}
+	}
+	join := func() {
+		t.Helper()
+		for _, p := range paths {
+			if st := c.do(p, prOut(cdb.RegisterAndIgnore, 0, nodeKey)); st != 0 {
+				t.Fatalf("REGISTER of the node through gateway %s: status %#x", p.gateway, st)
+			}
+		}
+	}
+	join()
+	write(0, "the node is registered")
+	c.run(fmt.Sprintf("sg_persist --out --preempt-abort --param-rk=%#x --param-sark=%#x --prout-type=5 /dev/$(standby)", linuxKey, nodeKey))
+	write(0x18, "Linux has fenced the node")
+	c.run("await counts")
+	c.a.Kill(t)
+	c.run("await counts")
+	c.a.Start(t)
+	c.both("restart")
+	c.run("await paths 2")
+	c.b.Manage(t, "cluster", "handover", "0", "a")
+	c.run("await counts")
+	paths = c.node()
+	write(0x18, "Linux has fenced the node, and the owner was killed")
+	join()
+	write(0, "the node is registered again")
+	t.Log(c.run("check"))
+	i := slices.IndexFunc(paths, func(p nodePath) bool { return p.gateway == "b" })
+	if st := c.do(paths[i], prOut(cdb.PreemptAndAbort, nodeKey, linuxKey)); st != 0 {
+		t.Errorf("PREEMPT AND ABORT of the node: status %#x", st)
+	}
+	write(0, "the node has fenced Linux")
+	c.run(`! dd if=/dev/zero of=$disk bs=4096 count=1 oflag=direct,dsync`)
+}
+
+// The gateways are lost in all ways, and etcd loses a member and its majority. No acknowledged counter is lost, no pause is longer than
+// permitted, no answer breaks the reservation, and the file system is clean.
+func TestCluster(t *testing.T) {
+	v := boot(t)
+	need(t, "multipathd", "fio", "udevadm", "mkfs.ext4", "etcd", "sg_persist")
+	images := rbdfake.Install(t, "p")
+	if err := os.WriteFile(filepath.Join(images, "p", "disk"), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Truncate(filepath.Join(images, "p", "disk"), clusterSize); err != nil {
+		t.Fatal(err)
+	}
+	c := newCluster(t, v, "rbd:p/disk")
+	c.lose()
+	c.event("a member of etcd is lost", unplanned, func() {
+		c.members[0].Kill()
 		time.Sleep(8 * time.Second)
 	})
-	members[0].Start()
-	members[0].WaitHealthy()
-	event("etcd has no majority for 15 s", 25*time.Second, func() {
-		members[1].Kill()
-		members[2].Kill()
+	c.members[0].Start()
+	c.members[0].WaitHealthy()
+	c.event("etcd has no majority for 15 s", 25*time.Second, func() {
+		c.members[1].Kill()
+		c.members[2].Kill()
 		time.Sleep(15 * time.Second)
-		members[1].Start()
-		members[2].Start()
+		c.members[1].Start()
+		c.members[2].Start()
+		c.both("the majority is back")
 	})
-	t.Log(run("check"))
+	c.b.Manage(t, "cluster", "handover", "0", "a")
+	c.fence()
 	v.Run(t, clusterDown+"\niscsiadm -m node -u\n"+forgive, long)
 }
+
+// The same on Ceph, of which an OSD is lost and another one hangs.
+func TestClusterOnCeph(t *testing.T) {
+	ceph := cephcluster.New(t, cephcluster.Options{OSDs: 3, Copies: 2, GiB: 2, BlueStore: true})
+	v := boot(t)
+	need(t, "multipathd", "fio", "udevadm", "mkfs.ext4", "etcd", "sg_persist")
+	if _, err := ceph.Run(t.Context(), "rbd", "create", "--size", fmt.Sprint(clusterSize>>20), cephcluster.Pool+"/disk"); err != nil {
+		t.Fatal(err)
+	}
+	c := newCluster(t, v, "rbd:"+cephcluster.Pool+"/disk?conf="+ceph.Conf)
+	c.lose()
+	c.event("an OSD is lost", unplanned, func() {
+		ceph.Signal("osd.0", syscall.SIGKILL)
+		time.Sleep(5 * time.Second)
+	})
+	if err := ceph.Restart(t.Context(), "osd.0"); err != nil {
+		t.Fatal(err)
+	}
+	c.event("an OSD is frozen for 20 s", 15*time.Second, func() {
+		thaw := ceph.Freeze("osd.1")
+		time.Sleep(20 * time.Second)
+		thaw()
+	})
+	c.fence()
+	v.Run(t, clusterDown+"\niscsiadm -m node -u\n"+forgive, long)
+}
+
+const clusterSize = 96 << 20
 
 // harnessChildren returns the processes that a process has started.
 func harnessChildren(t *testing.T, pid int) (list []int) {
@@ -203,6 +417,8 @@ counts() {
 }
 # proceeds: the counter and fio are not at their end, and the counter counts again.
 proceeds() { await counts; ! test -e /run/counter.status; ! test -e /run/fio.status; }
+# standby prints the path that is not active.
+standby() { multipathd show paths raw format "%d %T" | awk '$2 == "ghost" { print $1 }'; }
 # pause prints the longest time between two answers since begin, in ms.
 pause() { tail -n +$(</run/begun) /run/acked | awk '{ if (last && $2 - last > most) most = $2 - last; last = $2 } END { print most }'; }
 # check ends the counter and fio, and looks for what was acknowledged, in the file and in the file system.
@@ -228,6 +444,10 @@ await paths 2
 disk=/dev/mapper/$(multipathd show maps raw format %n)
 echo "disk=$disk" >>/run/cluster.sh
 multipathd show topology
+for path in $(multipathd show paths raw format "%d"); do
+	sg_persist --out --register --param-sark=0xa /dev/$path
+done
+sg_persist --out --reserve --param-rk=0xa --prout-type=5 /dev/$path
 mkfs.ext4 -q -E nodiscard $disk
 mount $disk /mnt
 dd if=/dev/zero of=/mnt/counter bs=4096 count=256 conv=fsync 2>/dev/null

@@ -34,3 +34,18 @@ func RW16(op byte, lba uint64, n uint32) (cdb [16]byte) {
 	binary.BigEndian.PutUint32(cdb[10:], n)
 	return cdb
 }
+
+// Service actions of PERSISTENT RESERVE OUT, and types of reservations (SPC-4, sections 6.16 and 5.12).
+const (
+	Register, Reserve, PreemptAndAbort, RegisterAndIgnore = 0, 1, 5, 6
+	ExclusiveAccess, WriteExclusiveRegistrants            = 3, 5
+)
+
+// PersistentReserveOut returns the CDB and the parameter list of a PERSISTENT RESERVE OUT command.
+func PersistentReserveOut(sa, typ byte, key, saKey uint64, aptpl byte) (cdb [16]byte, list []byte) {
+	list = make([]byte, 24)
+	binary.BigEndian.PutUint64(list, key)
+	binary.BigEndian.PutUint64(list[8:], saKey)
+	list[20] = aptpl
+	return [16]byte{0x5f, sa, typ, 8: 24}, list
+}

@@ -1,8 +1,10 @@
-package main
+// Package cephcluster brings small Ceph clusters up on this machine, from Debian's packages.
+package cephcluster
 
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"net"
@@ -10,6 +12,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"syscall"
 	"text/template"
@@ -19,34 +22,44 @@ import (
 // packages has the programs of a cluster, in Debian 12.
 const packages = "ceph-mon ceph-osd ceph-common"
 
-// pool is the pool of images that every cluster has.
-const pool = "rbd"
+// Pool is the pool of images that every cluster has.
+const Pool = "rbd"
 
-// options describe a cluster.
-type options struct {
-	osds      int  // 1 and more
-	copies    int  // of each object, at most osds
-	gib       int  // of each OSD
-	bluestore bool // on a sparse file; otherwise the OSDs have their objects in memory
+// Options describe a cluster.
+type Options struct {
+	OSDs      int  // 1 and more
+	Copies    int  // of each object, at most OSDs
+	GiB       int  // of each OSD
+	BlueStore bool // on a sparse file; otherwise the OSDs have their objects in memory
 }
 
-// A cluster is one monitor and some OSDs on the loopback, as child processes. All its files are in one directory.
-type cluster struct {
-	options
-	dir  string
-	conf string // path of ceph.conf
-	all  []*daemon
+// A Cluster is one monitor and some OSDs on the loopback, as child processes. All its files are in one directory.
+type Cluster struct {
+	Options
+	Dir  string
+	Conf string // path of ceph.conf
+	All  []*Daemon
 }
 
-// A daemon is a process of a cluster.
-type daemon struct {
-	name  string // mon.a or osd.N
+// A Daemon is a process of a cluster.
+type Daemon struct {
+	Name  string // mon.a or osd.N
 	cmd   *exec.Cmd
 	ended chan struct{}
 }
 
-// missing returns an error if a program of a cluster is not installed.
-func missing() error {
+// Ended reports whether the process has ended.
+func (d *Daemon) Ended() bool {
+	select {
+	case <-d.ended:
+		return true
+	default:
+		return false
+	}
+}
+
+// Missing returns an error if a program of a cluster is not installed.
+func Missing() error {
 	for _, p := range []string{"ceph-mon", "ceph-osd", "ceph-authtool", "monmaptool", "ceph", "rbd"} {
 		if _, err := exec.LookPath(p); err != nil {
 			return fmt.Errorf("%w. apt-get install %s", err, packages)
@@ -106,21 +119,21 @@ osd heartbeat grace = 5
 osd max markdown count = 100000
 `))
 
-// start brings a cluster up in an empty directory, with the pool rbd. After an error nothing runs.
-func start(ctx context.Context, dir string, o options) (c *cluster, err error) {
-	if err := missing(); err != nil {
+// Start brings a cluster up in an empty directory, with the pool rbd. After an error nothing runs.
+func Start(ctx context.Context, dir string, o Options) (c *Cluster, err error) {
+	if err := Missing(); err != nil {
 		return nil, err
 	}
-	if o.osds < 1 || o.copies < 1 || o.copies > o.osds {
-		return nil, fmt.Errorf("%d copies on %d OSDs: want at least one of each, and no more copies than OSDs", o.copies, o.osds)
+	if o.OSDs < 1 || o.Copies < 1 || o.Copies > o.OSDs {
+		return nil, fmt.Errorf("%d copies on %d OSDs: want at least one of each, and no more copies than OSDs", o.Copies, o.OSDs)
 	}
 	if list, err := os.ReadDir(dir); err != nil || len(list) > 0 {
 		return nil, errors.Join(err, fmt.Errorf("%s is not an empty directory", dir))
 	}
-	c = &cluster{options: o, dir: dir, conf: filepath.Join(dir, "ceph.conf")}
+	c = &Cluster{Options: o, Dir: dir, Conf: filepath.Join(dir, "ceph.conf")}
 	defer func() {
 		if err != nil {
-			err = errors.Join(err, c.stop())
+			err = errors.Join(err, c.Stop())
 		}
 	}()
 	ctx, cancel := context.WithTimeout(ctx, 2*time.Minute)
@@ -128,29 +141,29 @@ func start(ctx context.Context, dir string, o options) (c *cluster, err error) {
 	if err := c.monitor(ctx); err != nil {
 		return nil, fmt.Errorf("monitor: %w", err)
 	}
-	for i := range o.osds {
+	for i := range o.OSDs {
 		if err := c.osd(ctx, i); err != nil {
 			return nil, fmt.Errorf("osd.%d: %w", i, err)
 		}
 	}
-	up := fmt.Sprintf(`"num_up_osds":%d,`, o.osds)
+	up := fmt.Sprintf(`"num_up_osds":%d,`, o.OSDs)
 	if err := c.until(ctx, func() bool {
-		out, err := c.run(ctx, "ceph", "osd", "stat", "-f", "json")
+		out, err := c.Run(ctx, "ceph", "osd", "stat", "-f", "json")
 		return err == nil && strings.Contains(string(out), up)
 	}); err != nil {
 		return nil, fmt.Errorf("OSDs: %w", err)
 	}
-	if _, err := c.run(ctx, "ceph", "osd", "pool", "create", pool, "16", "16"); err != nil {
+	if _, err := c.Run(ctx, "ceph", "osd", "pool", "create", Pool, "16", "16"); err != nil {
 		return nil, err
 	}
-	if _, err := c.run(ctx, "rbd", "pool", "init", pool); err != nil {
+	if _, err := c.Run(ctx, "rbd", "pool", "init", Pool); err != nil {
 		return nil, err
 	}
 	return c, nil
 }
 
 // monitor makes the keys and the monitor, and starts it.
-func (c *cluster) monitor(ctx context.Context) error {
+func (c *Cluster) monitor(ctx context.Context) error {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		return err
@@ -162,83 +175,83 @@ func (c *cluster) monitor(ctx context.Context) error {
 		return err
 	}
 	store, lease := "memstore", "0.8"
-	if c.bluestore {
+	if c.BlueStore {
 		store = "bluestore"
 	}
-	if c.copies == 1 {
+	if c.Copies == 1 {
 		lease = "120"
 	}
 	var text bytes.Buffer
 	if err := confText.Execute(&text, map[string]any{
-		"FSID": fsid, "Port": port, "Dir": c.dir, "Copies": c.copies, "Lease": lease, "Store": store, "Bytes": int64(c.gib) << 30,
+		"FSID": fsid, "Port": port, "Dir": c.Dir, "Copies": c.Copies, "Lease": lease, "Store": store, "Bytes": int64(c.GiB) << 30,
 	}); err != nil {
 		return err
 	}
-	if err := os.WriteFile(c.conf, text.Bytes(), 0o600); err != nil {
+	if err := os.WriteFile(c.Conf, text.Bytes(), 0o600); err != nil {
 		return err
 	}
-	keyring, monmap := filepath.Join(c.dir, "keyring"), filepath.Join(c.dir, "monmap")
-	if _, err := c.run(ctx, "ceph-authtool", "-C", keyring); err != nil {
+	keyring, monmap := filepath.Join(c.Dir, "keyring"), filepath.Join(c.Dir, "monmap")
+	if _, err := c.Run(ctx, "ceph-authtool", "-C", keyring); err != nil {
 		return err
 	}
 	keys := map[string][]string{
 		"mon.":         {"--cap", "mon", "allow *"},
 		"client.admin": {"--cap", "mon", "allow *", "--cap", "osd", "allow *"},
 	}
-	for i := range c.osds {
+	for i := range c.OSDs {
 		keys[fmt.Sprintf("osd.%d", i)] = []string{"--cap", "mon", "allow profile osd", "--cap", "osd", "allow *"}
 	}
 	for name, caps := range keys {
-		if _, err := c.run(ctx, "ceph-authtool", append([]string{keyring, "--gen-key", "-n", name}, caps...)...); err != nil {
+		if _, err := c.Run(ctx, "ceph-authtool", append([]string{keyring, "--gen-key", "-n", name}, caps...)...); err != nil {
 			return err
 		}
 	}
-	if _, err := c.run(ctx, "monmaptool", "--create", "--fsid", fsid, "--addv", "a", fmt.Sprintf("[v2:127.0.0.1:%d]", port), monmap); err != nil {
+	if _, err := c.Run(ctx, "monmaptool", "--create", "--fsid", fsid, "--addv", "a", fmt.Sprintf("[v2:127.0.0.1:%d]", port), monmap); err != nil {
 		return err
 	}
-	if err := os.Mkdir(filepath.Join(c.dir, "mon.a"), 0o700); err != nil {
+	if err := os.Mkdir(filepath.Join(c.Dir, "mon.a"), 0o700); err != nil {
 		return err
 	}
-	if _, err := c.run(ctx, "ceph-mon", "--mkfs", "-i", "a", "-c", c.conf, "--monmap", monmap, "--keyring", keyring); err != nil {
+	if _, err := c.Run(ctx, "ceph-mon", "--mkfs", "-i", "a", "-c", c.Conf, "--monmap", monmap, "--keyring", keyring); err != nil {
 		return err
 	}
 	if err := c.begin("mon.a"); err != nil {
 		return err
 	}
 	return c.until(ctx, func() bool {
-		_, err := c.run(ctx, "ceph", "quorum_status")
+		_, err := c.Run(ctx, "ceph", "quorum_status")
 		return err == nil
 	})
 }
 
 // osd makes an OSD and starts it.
-func (c *cluster) osd(ctx context.Context, i int) error {
+func (c *Cluster) osd(ctx context.Context, i int) error {
 	id, err := uuid()
 	if err != nil {
 		return err
 	}
 	n := fmt.Sprint(i)
-	if _, err := c.run(ctx, "ceph", "osd", "new", id, n); err != nil {
+	if _, err := c.Run(ctx, "ceph", "osd", "new", id, n); err != nil {
 		return err
 	}
-	if err := os.Mkdir(filepath.Join(c.dir, "osd."+n), 0o700); err != nil {
+	if err := os.Mkdir(filepath.Join(c.Dir, "osd."+n), 0o700); err != nil {
 		return err
 	}
-	if _, err := c.run(ctx, "ceph-osd", "--mkfs", "-i", n, "-c", c.conf, "--osd-uuid", id); err != nil {
+	if _, err := c.Run(ctx, "ceph-osd", "--mkfs", "-i", n, "-c", c.Conf, "--osd-uuid", id); err != nil {
 		return err
 	}
 	return c.begin("osd." + n)
 }
 
 // begin starts the daemon of that name.
-func (c *cluster) begin(name string) error {
+func (c *Cluster) begin(name string) error {
 	kind, id, _ := strings.Cut(name, ".")
-	log, err := os.OpenFile(filepath.Join(c.dir, name+".out"), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
+	log, err := os.OpenFile(filepath.Join(c.Dir, name+".out"), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
 	if err != nil {
 		return err
 	}
 	defer log.Close()
-	d := &daemon{name: name, cmd: exec.Command("ceph-"+kind, "-f", "-i", id, "-c", c.conf), ended: make(chan struct{})}
+	d := &Daemon{Name: name, cmd: exec.Command("ceph-"+kind, "-f", "-i", id, "-c", c.Conf), ended: make(chan struct{})}
 	d.cmd.Stdout, d.cmd.Stderr = log, log
 	// Of a group of its own, so that a Ctrl-C is not for it. The signal is sent at the end of the thread that has started it.
 	d.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
@@ -255,22 +268,26 @@ func (c *cluster) begin(name string) error {
 	if err := <-started; err != nil {
 		return err
 	}
-	c.all = append(c.all, d)
+	if i := slices.IndexFunc(c.All, func(d *Daemon) bool { return d.Name == name }); i >= 0 {
+		c.All[i] = d
+	} else {
+		c.All = append(c.All, d)
+	}
 	return nil
 }
 
 // find returns the daemon of that name.
-func (c *cluster) find(name string) *daemon {
-	for _, d := range c.all {
-		if d.name == name {
+func (c *Cluster) find(name string) *Daemon {
+	for _, d := range c.All {
+		if d.Name == name {
 			return d
 		}
 	}
 	panic("no daemon " + name)
 }
 
-// signal sends a signal to a daemon. After SIGKILL it is gone.
-func (c *cluster) signal(name string, s syscall.Signal) {
+// Signal sends a signal to a daemon. After SIGKILL it is gone.
+func (c *Cluster) Signal(name string, s syscall.Signal) {
 	d := c.find(name)
 	d.cmd.Process.Signal(s)
 	if s == syscall.SIGKILL {
@@ -278,48 +295,93 @@ func (c *cluster) signal(name string, s syscall.Signal) {
 	}
 }
 
-// stop ends all daemons, the monitor last.
-func (c *cluster) stop() error {
+// Restart starts a daemon that was killed, and waits until all objects have all their copies. The OSDs of a cluster without BlueStore have lost theirs.
+func (c *Cluster) Restart(ctx context.Context, name string) error {
+	if err := c.begin(name); err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(ctx, 2*time.Minute)
+	defer cancel()
+	up := fmt.Sprintf(`"num_up_osds":%d,`, c.OSDs)
+	return c.until(ctx, func() bool {
+		osds, err := c.Run(ctx, "ceph", "osd", "stat", "-f", "json")
+		if err != nil || !strings.Contains(string(osds), up) {
+			return false
+		}
+		out, err := c.Run(ctx, "ceph", "pg", "stat", "-f", "json")
+		var stat struct {
+			Summary struct {
+				States []struct {
+					Name string `json:"name"`
+				} `json:"num_pg_by_state"`
+			} `json:"pg_summary"`
+		}
+		if err != nil || json.Unmarshal(out, &stat) != nil {
+			return false
+		}
+		return len(stat.Summary.States) == 1 && stat.Summary.States[0].Name == "active+clean"
+	})
+}
+
+// Freeze stops daemons, all if none is named, and returns a function that lets them continue.
+func (c *Cluster) Freeze(names ...string) (thaw func()) {
+	if len(names) == 0 {
+		for _, d := range c.All {
+			names = append(names, d.Name)
+		}
+	}
+	for _, n := range names {
+		c.Signal(n, syscall.SIGSTOP)
+	}
+	return func() {
+		for _, n := range slices.Backward(names) {
+			c.Signal(n, syscall.SIGCONT)
+		}
+	}
+}
+
+// Stop ends all daemons, the monitor last.
+func (c *Cluster) Stop() error {
 	var errs error
-	for i := len(c.all) - 1; i >= 0; i-- {
-		d := c.all[i]
+	for i := len(c.All) - 1; i >= 0; i-- {
+		d := c.All[i]
 		d.cmd.Process.Signal(syscall.SIGTERM)
 		d.cmd.Process.Signal(syscall.SIGCONT)
 		select {
 		case <-d.ended:
 		case <-time.After(10 * time.Second):
-			errs = errors.Join(errs, fmt.Errorf("%s has not ended within 10 s of SIGTERM, and was killed", d.name))
-			c.signal(d.name, syscall.SIGKILL)
+			errs = errors.Join(errs, fmt.Errorf("%s has not ended within 10 s of SIGTERM, and was killed", d.Name))
+			c.Signal(d.Name, syscall.SIGKILL)
 		}
 	}
 	return errs
 }
 
 // until waits until done returns true.
-func (c *cluster) until(ctx context.Context, done func() bool) error {
+func (c *Cluster) until(ctx context.Context, done func() bool) error {
 	for !done() {
-		for _, d := range c.all {
+		for _, d := range c.All {
 			select {
 			case <-d.ended:
-				return fmt.Errorf("%s ended: %v. See %s/%s.out and .log", d.name, d.cmd.ProcessState, c.dir, d.name)
+				return fmt.Errorf("%s ended: %v. See %s/%s.out and .log", d.Name, d.cmd.ProcessState, c.Dir, d.Name)
 			default:
 			}
 		}
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("not in time. See %s/*.log: %w", c.dir, ctx.Err())
+			return fmt.Errorf("not in time. See %s/*.log: %w", c.Dir, ctx.Err())
 		case <-time.After(100 * time.Millisecond):
 		}
 	}
 	return nil
 }
 
-// run runs a program of Ceph as client.admin, and returns its output.
-func (c *cluster) run(ctx context.Context, program string, args ...string) ([]byte, error) {
+// Run runs a program of Ceph as client.admin, and returns its output.
+func (c *Cluster) Run(ctx context.Context, program string, args ...string) ([]byte, error) {
 	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, program, args...)
-	cmd.Env = append(os.Environ(), "CEPH_CONF="+c.conf, "CEPH_ARGS=")
+	cmd.Env = append(os.Environ(), "CEPH_CONF="+c.Conf, "CEPH_ARGS=")
 	var errOut bytes.Buffer
 	cmd.Stderr = &errOut
 	out, err := cmd.Output()
