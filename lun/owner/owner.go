@@ -82,8 +82,11 @@ const (
 	company = 2 * time.Second
 	// maxBold is how many LUNs a gateway claims at a time that another one should have rather.
 	maxBold = 4
-	// maxMoves is how many LUNs a gateway gives back at a time to those that should have them, so that none waits for the others.
+	// maxMoves is how many LUNs a gateway gives to others at a time, when it drains and when others should have them. Those that take them then open few stores
+	// at once, so that each LUN is away for a short time.
 	maxMoves = 4
+	// maxSteps is how many steps a LUN keeps its place among these, while nobody opens it.
+	maxSteps = 10
 	// unableFor is how long a gateway leaves a LUN to others that it could not open.
 	unableFor = 5 * time.Minute
 )
@@ -851,10 +854,11 @@ func (u *Unit) run() {
 		}
 		err := u.serve(t, bold)
 		g := u.g
-		g.mu.Lock()
 		if u.moves {
+			u.awaitOther()
 			<-g.moves
 		}
+		g.mu.Lock()
 		u.busy, u.moves, u.again = false, false, false
 		failed := u.failed
 		if g.draining || g.term == nil {
@@ -868,6 +872,22 @@ func (u *Unit) run() {
 		if err != nil && t.ctx.Err() == nil {
 			u.report(false, err)
 			pause(g.ctx, retry<<min(failed, 4))
+		}
+	}
+}
+
+// awaitOther waits until another gateway serves u, if one is there that can.
+func (u *Unit) awaitOther() {
+	g := u.g
+	for end := time.Now().Add(maxSteps * g.o.Step); time.Now().Before(end); {
+		g.mu.Lock()
+		o, others := g.owners[u.name], false
+		for name, m := range g.members {
+			others = others || name != g.o.Name && m.takes(u.name)
+		}
+		g.mu.Unlock()
+		if o.Open && o.Gateway != g.o.Name || !others || !pause(g.ctx, g.o.Step/10) {
+			return
 		}
 	}
 }
@@ -1162,8 +1182,18 @@ func (u *Unit) hold(t *term, revision state.Revision) (lost bool) {
 	for {
 		g.mu.Lock()
 		doubt := u.owner.Gateway != g.o.Name || g.known[ownerKey+u.name] != revision
-		away, wait := g.draining || u.left || u.again, time.Duration(-1)
+		away, wait := u.left || u.again, time.Duration(-1)
 		switch {
+		case g.draining:
+			if away {
+				break
+			}
+			select {
+			case g.moves <- struct{}{}:
+				u.moves, away = true, true
+			default:
+				wait = g.o.Step / 4
+			}
 		case g.o.Failback < 0 || u.rank() == 0:
 			better = time.Time{}
 		default:

@@ -140,6 +140,7 @@ type group struct {
 	mu      sync.Mutex
 	pauses  map[string]time.Duration // the longest time without owner, by LUN
 	without map[string]time.Time
+	atOnce  int // the most LUNs that had no owner at the same time
 }
 
 // newGroup starts gateways with LUNs, and watches them until the test ends.
@@ -239,6 +240,7 @@ func (gr *group) observe() {
 			}
 			gr.pauses[lun] = max(gr.pauses[lun], time.Since(gr.without[lun]))
 		}
+		gr.atOnce = max(gr.atOnce, len(gr.without))
 		gr.mu.Unlock()
 	}
 }
@@ -284,6 +286,7 @@ func (gr *group) fresh() {
 	defer gr.mu.Unlock()
 	clear(gr.pauses)
 	clear(gr.without)
+	gr.atOnce = 0
 }
 
 // longest checks the longest time that a LUN had no owner.
@@ -437,6 +440,41 @@ func TestHomeLost(t *testing.T) {
 			n.link.Cut(false)
 		}
 		gr.settle(2*time.Minute, best("ab"))
+	})
+}
+
+// However many LUNs a gateway has, it gives away a few at a time: others open few stores at once then. A LUN that nobody can open does not hold up the rest.
+func TestDrainOfMany(t *testing.T) {
+	bubble(t, 3, 60, nil, func(gr *group) {
+		gr.settle(time.Minute, best("abc"))
+		drain := func(n *node, limit time.Duration) {
+			gr.Helper()
+			begun := time.Now()
+			if err := n.g.Drain(gr.Context()); err != nil {
+				gr.Fatal(err)
+			}
+			if took := time.Since(begun); took > limit {
+				gr.Errorf("gateway %s was drained after %v, more than %v", n.name, took, limit)
+			}
+		}
+		gr.fresh()
+		drain(gr.nodes[0], 10*time.Second)
+		gr.settle(time.Minute, best("bc"))
+		gr.longest(1500 * time.Millisecond)
+		if gr.atOnce < 2 || gr.atOnce > maxMoves {
+			gr.Errorf("%d LUNs had no owner at a time, want 2 to %d", gr.atOnce, maxMoves)
+		}
+		gr.disk.mu.Lock()
+		for _, lun := range gr.luns[:8] {
+			gr.disk.broken["c"+lun] = true
+		}
+		gr.disk.mu.Unlock()
+		drain(gr.nodes[1], 20*time.Second)
+		for _, lun := range gr.luns[8:] {
+			if list := gr.servers(lun); len(list) != 1 || list[0] != "c" {
+				gr.Errorf("%v serve %s", list, lun)
+			}
+		}
 	})
 }
 

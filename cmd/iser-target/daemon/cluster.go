@@ -68,8 +68,9 @@ const (
 	joinTime = 3 * time.Second
 	// firstOpen is how long a change waits for the first gateway that opens a shared LUN.
 	firstOpen = 15 * time.Second
-	// handTime is how long a gateway that ends waits for others to take its LUNs.
-	handTime = 10 * time.Second
+	// handTime is how long a gateway that ends waits for others to take its LUNs, and handTimeLUN how much longer for each of them: few move at a time.
+	handTime    = 10 * time.Second
+	handTimeLUN = 250 * time.Millisecond
 	// fenceTime bounds a fence program.
 	fenceTime = 30 * time.Second
 )
@@ -407,9 +408,9 @@ func (g *group) leave(ctx context.Context) {
 	if gw == nil {
 		return
 	}
-	ctx, cancel := context.WithTimeout(ctx, handTime)
-	defer cancel()
 	had := g.serves()
+	ctx, cancel := context.WithTimeout(ctx, g.leaveTime())
+	defer cancel()
 	if err := gw.Drain(ctx); err != nil {
 		g.d.log.Warn("LUNs are not handed over", eventKey, "cluster", "reason", err)
 	}
@@ -428,6 +429,9 @@ func (g *group) leave(ctx context.Context) {
 	g.mu.Unlock()
 	g.nudge()
 }
+
+// leaveTime bounds how long leave takes.
+func (g *group) leaveTime() time.Duration { return handTime + time.Duration(g.serves())*handTimeLUN }
 
 // serves returns how many LUNs this gateway serves.
 func (g *group) serves() (n int) {

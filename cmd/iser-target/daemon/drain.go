@@ -138,7 +138,7 @@ func (d *Daemon) stopping(drain time.Duration) {
 	}
 	leave := time.Duration(0)
 	if d.group != nil {
-		leave = handTime
+		leave = d.group.leaveTime()
 	}
 	d.notify("STOPPING=1", systemd.Extend(drain+leave+d.waits.sync+shutdownTime+stopSlack), systemd.Status(status))
 }
