@@ -138,7 +138,7 @@ tuning: build ## the measurements of docs/tuning.md, TUNING_ROUNDS rounds, as ta
 # Three minutes and more each. With them make test takes longer than 35 minutes.
 LONGEST = ^(TestIPsecHandover|TestIPsecPages|TestIPsecSYNACK|TestSegments)$$
 # Its times hold on a machine without other load.
-CLUSTERED = ^(TestCluster|TestClusterOnCeph)$$
+CLUSTERED = ^(TestCluster|TestClusterOnCeph|TestClusterRolls)$$
 INTEROP_TEST = $(GO) tool gotestsum --format standard-verbose --packages="$(INTEROP)" -- -count 1 -timeout $(INTEROP_TIMEOUT)
 
 .PHONY: interop

@@ -48,7 +48,7 @@ func newCluster(t *testing.T, v *vm.VM, path string, env ...string) *cluster {
 	testkit.Eventually(t, "the LUN is served", func() bool { return c.status(c.a).LUNs[0].Owner != "" })
 	c.a.Manage(t, "cluster", "handover", "0", "a")
 	t.Cleanup(func() { v.Try(t, clusterDown, long) })
-	v.Run(t, script(c.a, "IQN="+clusterTarget+"\nISER="+c.a.Addr()+"\nTCP="+c.b.Addr()+"\n"+clusterUp), long)
+	v.Run(t, script(c.a, "IQN="+clusterTarget+"\nISER="+c.a.Addr()+"\nTCP="+c.b.Addr()+"\n"+clusterPaths+clusterUp), long)
 	c.reserved("start")
 	return c
 }
@@ -363,16 +363,15 @@ func harnessChildren(t *testing.T, pid int) (list []int) {
 	return list
 }
 
-// clusterUp logs in by both paths, makes a file system on the disk of both, and starts the counter and fio on it. /run/cluster.sh has what
-// the scripts that follow use.
-const clusterUp = `
+// clusterPaths starts multipathd, and logs in to $IQN by iSER at the portal $ISER, and by TCP at each of $TCP. Paths are checked every $POLLING seconds, or every second. /run/cluster.sh has what the scripts that follow use.
+const clusterPaths = `
 modprobe -a iscsi_tcp dm_multipath dm_round_robin ext4
 cat >/etc/multipath.conf <<.
 defaults {
 	user_friendly_names no
 	find_multipaths no
-	polling_interval 1
-	max_polling_interval 1
+	polling_interval ${POLLING:=1}
+	max_polling_interval $POLLING
 	path_grouping_policy group_by_prio
 	prio alua
 	path_checker tur
@@ -383,11 +382,11 @@ defaults {
 .
 /lib/systemd/systemd-udevd --daemon
 multipathd -d </dev/null >/run/multipathd.log 2>&1 &
-for path in "$ISER iser" "$TCP default"; do
-	read -r portal interface <<<"$path"
+for path in "$ISER iser" $(printf '%s/default ' $TCP); do
+	read -r portal interface <<<"${path/\// }"
 	iscsiadm -m node -o new -T $IQN -p $portal -I $interface
-	iscsiadm -m node -T $IQN -p $portal -I $interface -o update -n 'node.conn[0].timeo.noop_out_interval' -v 1
-	iscsiadm -m node -T $IQN -p $portal -I $interface -o update -n 'node.conn[0].timeo.noop_out_timeout' -v 2
+	iscsiadm -m node -T $IQN -p $portal -I $interface -o update -n 'node.conn[0].timeo.noop_out_interval' -v $POLLING
+	iscsiadm -m node -T $IQN -p $portal -I $interface -o update -n 'node.conn[0].timeo.noop_out_timeout' -v $((2 * POLLING))
 	iscsiadm -m node -T $IQN -p $portal -I $interface --login
 done
 cat >/run/cluster.sh <<'.'
@@ -440,6 +439,10 @@ check() {
 }
 .
 . /run/cluster.sh
+`
+
+// clusterUp makes a file system on the disk of both paths, and starts the counter and fio on it, after clusterPaths.
+const clusterUp = `
 await paths 2
 disk=/dev/mapper/$(multipathd show maps raw format %n)
 echo "disk=$disk" >>/run/cluster.sh
