@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -14,6 +15,7 @@ import (
 
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/config"
+	"github.com/iser-target/iser-target/lun/state/etcd"
 	"github.com/iser-target/iser-target/tests/initiator"
 	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
@@ -173,11 +175,15 @@ func TestCluster(t *testing.T) {
 		t.Fatal(err)
 	}
 	waitFor(t, map[int]int{1: 0, 2: 2}, sa, sb)
+	testSharedSettings(t, sa, sb)
 	testSharedReservations(t, a, b, sa, sb)
 	endA() // as by SIGTERM
 	waitFor(t, map[int]int{2: 0}, sb)
 	if got := len(b.State().Targets[0].LUNs[1].Reservation.Registrations); got != 1 {
 		t.Errorf("%d registrations after the end of the gateway that they came through, want 1", got)
+	}
+	if got := identifyingText(t, sb); got != "of a" {
+		t.Errorf("the text is %q after the end of the gateway that it came through", got)
 	}
 	if got := write(sb, 4); got != "" {
 		t.Errorf("WRITE through the path that is left: %s", got)
@@ -190,6 +196,37 @@ func TestCluster(t *testing.T) {
 			t.Error("a hand-over that is not possible succeeds")
 		}
 	}
+	testErase(t, b, member)
+}
+
+// testErase checks what stays in etcd after the last gateway has deleted LUN 1: what the state directory keeps of an own LUN.
+func testErase(t *testing.T, l *lab, member *etcdserver.Member) {
+	t.Helper()
+	home, err := etcd.Open(etcd.Config{Endpoints: []string{member.Endpoint()}, Prefix: "/iser-target"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer home.Close()
+	const serial = "3000000000000001"
+	// has returns the prefixes of the values that etcd has of the LUN.
+	has := func() (list []string) {
+		values, err := home.List(t.Context(), "")
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, v := range values {
+			if prefix, ok := strings.CutSuffix(v.Key, serial); ok {
+				list = append(list, prefix)
+			}
+		}
+		return list
+	}
+	if got := has(); !slices.Contains(got, mediumKey) || !slices.Contains(got, "preferred/") {
+		t.Errorf("before its removal etcd has %q of the LUN", got)
+	}
+	l.luns = `{id: 0, backend: memory, size: 1MiB}`
+	l.ok(ChangeOptions{Disrupt: true, Now: true})
+	testkit.Eventually(t, "the values of the LUN are removed", func() bool { return fmt.Sprint(has()) == "[reservations/ settings/]" })
 }
 
 // testSharedReservations checks that both gateways have the reservations of either: b has a path of its own, and is active or not.
@@ -234,5 +271,85 @@ func testSharedReservations(t *testing.T, a, b *lab, sa, sb *initiator.Session) 
 	}
 	if got := write(sa); got != "status 0x18" {
 		t.Errorf("WRITE of the preempted initiator: %s", got)
+	}
+}
+
+// writeProtect saves SWP of LUN 1 by MODE SELECT.
+func writeProtect(t *testing.T, s *initiator.Session, on bool) string {
+	t.Helper()
+	page := []byte{0, 0, 0, 0, 0x0a, 0x0a, 0x02, 0x10, 0, 0x40, 0, 0, 0xff, 0xff, 0, 0}
+	if on {
+		page[8] = 0x08
+	}
+	return do(t, s, &initiator.Command{LUN: 1, Out: page, CDB: [16]byte{0: 0x15, 1: 0x11, 4: byte(len(page))}})
+}
+
+// testSharedSettings checks that what is set through one gateway is in force on the other one, with the attention. LUN 1 is write protected
+// then.
+func testSharedSettings(t *testing.T, sa, sb *initiator.Session) {
+	t.Helper()
+	wantAttention := func(s *initiator.Session, want string) {
+		t.Helper()
+		testkit.Eventually(t, "the attention "+want, func() bool { return strings.Contains(attentions(t, s, 1), want) })
+	}
+	write := func(s *initiator.Session) string {
+		return do(t, s, &initiator.Command{LUN: 1, CDB: cdb.Write16(8, 1), Out: make([]byte, 512)})
+	}
+	if got := writeProtect(t, sb, true); got != "" {
+		t.Errorf("MODE SELECT through the standby path: %s", got)
+	}
+	wantAttention(sa, "2a/01")              // MODE PARAMETERS CHANGED
+	if got := write(sa); got != "7/27/02" { // LOGICAL UNIT SOFTWARE WRITE PROTECTED
+		t.Errorf("WRITE to a LUN that was protected through the other path: %s", got)
+	}
+	if got := writeProtect(t, sa, false); got != "" {
+		t.Errorf("MODE SELECT through the active path: %s", got)
+	}
+	wantAttention(sb, "2a/01")
+	text := []byte("of a\x00")
+	if got := do(t, sa, &initiator.Command{LUN: 1, Out: text, CDB: [16]byte{0: 0xa4, 1: 0x06, 9: byte(len(text)), 10: 2 << 1}}); got != "" {
+		t.Errorf("SET IDENTIFYING INFORMATION: %s", got)
+	}
+	wantAttention(sb, "3f/05") // DEVICE IDENTIFIER CHANGED
+}
+
+// identifyingText returns what REPORT IDENTIFYING INFORMATION has as the text of LUN 1.
+func identifyingText(t *testing.T, s *initiator.Session) string {
+	t.Helper()
+	c := &initiator.Command{LUN: 1, In: make([]byte, 64), CDB: [16]byte{0: 0xa3, 1: 0x05, 9: 64, 10: 2 << 1}}
+	if got := do(t, s, c); got != "" {
+		t.Errorf("REPORT IDENTIFYING INFORMATION: %s", got)
+	}
+	return strings.TrimRight(string(c.In[4:]), "\x00")
+}
+
+// While etcd is frozen, a change of the settings of a shared LUN fails in time, and an own LUN is not disturbed.
+func TestClusterSettingsWithoutEtcd(t *testing.T) {
+	member := etcdserver.Start(t, 1)[0]
+	memory, err := backend.OpenMemory(backend.MemoryConfig{Size: 4 << 20, BlockSize: 512})
+	if err != nil {
+		t.Fatal(err)
+	}
+	l, _ := newGateway(t, "a", 1, member, (&sharedDisk{Store: memory, t: t}).openFor)
+	s, neighbor := l.login("host", store), l.login("neighbor", store)
+	waitFor(t, map[int]int{1: 0}, s)
+	attentions(t, neighbor, 0)
+	l.net.limits.StateTimeout.SetMax(int64(time.Second))
+	member.Freeze()
+	defer member.Thaw()
+	answer, began := make(chan string, 1), time.Now()
+	go func() { answer <- writeProtect(t, s, true) }()
+	for waits := true; waits; {
+		select {
+		case got := <-answer:
+			if took := time.Since(began); got != "4/44/00" || took < time.Second/2 {
+				t.Errorf("MODE SELECT while etcd is frozen: %s after %v", got, took)
+			}
+			waits = false
+		default:
+			if got := do(t, neighbor, &initiator.Command{CDB: cdb.Write16(8, 1), Out: make([]byte, 512)}); got != "" {
+				t.Errorf("WRITE to the own LUN: %s", got)
+			}
+		}
 	}
 }
