@@ -200,15 +200,15 @@ func (c *Command) setIdentifying(information string) bool {
 	}
 	defer u.settings.give()
 	shared, changed := u.opt.Settings.Shared(), true
-	if !shared && u.identifying.Load().of(code) == information { // of other gateways, one may have changed it a moment ago
+	old := u.identifying.Load()
+	if !shared && old.of(code) == information { // of other gateways, one may have changed it a moment ago
 		return true
 	}
 	err = u.keep(patience, func(e settingsEntry) settingsEntry {
-		was := u.identifying.Load()
-		if shared {
-			was = e.Identifying
+		if !shared {
+			e.Identifying = old // the same, or without Options.Settings the only one
 		}
-		e.Identifying = was.with(code, information)
+		e.Identifying = e.Identifying.with(code, information)
 		return e
 	}, func(e settingsEntry) {
 		if shared {

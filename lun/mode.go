@@ -109,9 +109,8 @@ func (u *Unit) saveModes(c *Command, sent modeList) bool {
 		return c.failStore(err)
 	}
 	defer u.settings.give()
-	var v modeValues
+	v := sent.over(u.current())
 	err = u.keep(p, func(e settingsEntry) settingsEntry {
-		v = sent.over(u.current())
 		e.Mode = u.newModeEntry(v)
 		return e
 	}, func(settingsEntry) { u.setSaved(v) })
