@@ -4,17 +4,20 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"io"
 	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/config"
+	"github.com/iser-target/iser-target/lun"
 	"github.com/iser-target/iser-target/lun/state/etcd"
 	"github.com/iser-target/iser-target/tests/initiator"
 	"github.com/iser-target/iser-target/tests/testkit"
@@ -27,15 +30,30 @@ type sharedDisk struct {
 	backend.Store
 	t *testing.T
 
-	mu   sync.Mutex
-	open *diskHead
+	mu    sync.Mutex
+	open  *diskHead
+	fails atomic.Bool // the next sync fails, and later ones of that diskHead
 }
 
 // A diskHead is the disk as one gateway has opened it.
 type diskHead struct {
 	backend.Store
-	disk *sharedDisk
+	disk   *sharedDisk
+	failed atomic.Bool
 }
+
+func (h *diskHead) Sync() error {
+	if h.disk.fails.Swap(false) {
+		h.failed.Store(true)
+		return errSync
+	}
+	if h.failed.Load() {
+		return backend.ErrUnsynced
+	}
+	return h.Store.Sync()
+}
+
+func (h *diskHead) SyncFailed() bool { return h.failed.Load() }
 
 func (h *diskHead) Close() error {
 	h.disk.mu.Lock()
@@ -52,7 +70,7 @@ func (d *sharedDisk) openFor(*config.LUN) (backend.Store, error) {
 	if d.open != nil {
 		d.t.Error("two gateways have the disk open")
 	}
-	d.open = &diskHead{d.Store, d}
+	d.open = &diskHead{Store: d.Store, disk: d}
 	return d.open, nil
 }
 
@@ -176,6 +194,11 @@ func TestCluster(t *testing.T) {
 	}
 	waitFor(t, map[int]int{1: 0, 2: 2}, sa, sb)
 	testSharedSettings(t, sa, sb)
+	testSharedFailure(t, disk, a, b, sa)
+	if err := a.HandOver(ctx, store, 1, "a"); err != nil {
+		t.Fatal(err)
+	}
+	waitFor(t, map[int]int{1: 0, 2: 2}, sa, sb)
 	testSharedReservations(t, a, b, sa, sb)
 	endA() // as by SIGTERM
 	waitFor(t, map[int]int{2: 0}, sb)
@@ -321,6 +344,34 @@ func identifyingText(t *testing.T, s *initiator.Session) string {
 		t.Errorf("REPORT IDENTIFYING INFORMATION: %s", got)
 	}
 	return strings.TrimRight(string(c.In[4:]), "\x00")
+}
+
+// testSharedFailure checks that a sync that failed on one gateway is on record on both, until it is recovered where the LUN is served.
+func testSharedFailure(t *testing.T, disk *sharedDisk, a, b *lab, sa *initiator.Session) {
+	t.Helper()
+	synchronize := func() string { return do(t, sa, &initiator.Command{LUN: 1, CDB: [16]byte{0x35}}) }
+	health := func(l *lab, want lun.Health) func() bool {
+		return func() bool {
+			l.lookAtLUNs()
+			return l.lunState(1).Health == want.String()
+		}
+	}
+	disk.fails.Store(true)
+	if got := synchronize(); got != "3/0c/00" {
+		t.Errorf("SYNCHRONIZE CACHE that fails: %s", got)
+	}
+	for _, l := range []*lab{a, b} {
+		testkit.Eventually(t, "the LUN is failed", health(l, lun.Failed))
+	}
+	if _, err := b.Recover(t.Context(), store, 1); !errors.Is(err, ErrCluster) {
+		t.Errorf("recovery on the gateway that does not serve the LUN: %v", err)
+	}
+	if _, err := a.Recover(t.Context(), store, 1); err != nil {
+		t.Errorf("recovery: %v", err)
+	}
+	for _, l := range []*lab{a, b} {
+		testkit.Eventually(t, "the LUN is healthy again", health(l, lun.Healthy))
+	}
 }
 
 // While etcd is frozen, a change of the settings of a shared LUN fails in time, and an own LUN is not disturbed.
