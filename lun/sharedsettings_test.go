@@ -233,7 +233,49 @@ func TestSharedSettingsUnsure(t *testing.T) {
 	})
 }
 
-// Unit settings that gateways share cannot be those of a unit whose caches each gateway has for itself.
+// What another gateway changes while a unit takes the place of another one, in this process or the next one, is in force, and the initiators that
+// stay are notified of it.
+func TestSharedSettingsContinue(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := hometest.NewMemory(1)
+		a, b := startSettings(t, m), startSettings(t, m)
+		unit, path := a.unit.State(), a.nexus.State()
+		same := startSettings(t, m)
+		if err := same.unit.Restore(unit); err != nil {
+			t.Fatal(err)
+		}
+		same.nexus.Restore(path)
+		same.wantDue(same.nexus, "")
+
+		a.link.Cut(true)
+		text := "of b\x00"
+		b.good(setInfo(infoText, len(text)), []byte(text))
+		wantGood(t, "SWP 1 through b", b.save("00 00 00 00"+protected))
+		next := startSettings(t, m)
+		if err := next.unit.Restore(unit); err != nil {
+			t.Fatal(err)
+		}
+		next.nexus.Restore(path)
+		next.wantDue(next.nexus, "2a/01 3f/05")
+		next.wantProtected(true)
+		wantInfo(t, next.rig, next.nexus, infoText, text)
+
+		store, err := backend.OpenMemory(backend.MemoryConfig{Size: 1 << 20})
+		if err != nil {
+			t.Fatal(err)
+		}
+		u, err := New(store, Options{Identity: testIdentity, Settings: next.unit.opt.Settings, ImplicitAccess: true})
+		if err != nil {
+			t.Fatal(err)
+		}
+		u.InheritFrom(a.unit)
+		a.inv.Replace(0, u).Close()
+		a.wantDue(a.nexus, "28/00 2a/01 3f/05")
+		a.wantProtected(true)
+	})
+}
+
+// Settings that gateways share cannot be those of a unit whose caches each gateway has for itself.
 func TestSharedSettingsRequire(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s, err := OpenSharedSettings(t.Context(), hometest.NewMemory(1).Link(0))
