@@ -151,7 +151,7 @@ func (d *Daemon) openGroup(cfg *config.Config) error {
 			g.learnMedium(v)
 		}
 	}
-	if err := g.openRecords(ctx); err != nil {
+	if err := g.openRecords(ctx); err != nil && !errors.Is(err, state.ErrUnreachable) {
 		d.log.Error("settings of shared LUNs cannot be read: they are not ready", eventKey, "cluster", "reason", err)
 	}
 	g.done.Go(g.followMedia)
