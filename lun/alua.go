@@ -128,9 +128,11 @@ func consumeSetPortGroups(u *Unit, c *Command, p []byte, _ uint64) bool {
 	for tag, state := range next {
 		changed = changed || old[tag] != state
 	}
-	e := u.keptSettings()
-	e.PortGroups = next.entries()
-	if err := u.keep(e, patience, func() { u.access.Store(&next) }); err != nil {
+	err = u.keep(patience, func(e settingsEntry) settingsEntry {
+		e.PortGroups = next.entries()
+		return e
+	}, func(settingsEntry) { u.access.Store(&next) })
+	if err != nil {
 		return c.failStore(err)
 	}
 	if changed {

@@ -7,6 +7,7 @@ import (
 	"slices"
 
 	"github.com/iser-target/iser-target/backend/protection"
+	"github.com/iser-target/iser-target/lun/invariant"
 )
 
 // Names of settings that initiators change for all. That of an access state ends with the tag of
@@ -104,6 +105,26 @@ func (c *Command) changed(setting, value string) {
 	})
 }
 
+// forgetChangedBy forgets the initiators that changed the mode parameters, or the identifying information, last.
+//
+// Preconditions: u.mu is held.
+func (u *Unit) forgetChangedBy(modes, identifying bool) {
+	invariant.Held(&u.mu)
+	if modes {
+		for _, m := range modeNames {
+			delete(u.changedBy, m.name)
+		}
+		for _, name := range ThresholdNames {
+			delete(u.changedBy, settingThreshold+name)
+		}
+		delete(u.changedBy, settingAppTagRanges)
+	}
+	if identifying {
+		delete(u.changedBy, settingIdentifying)
+		delete(u.changedBy, settingIdentifyingText)
+	}
+}
+
 // changedModes calls changed for the modes that differ.
 func (c *Command) changedModes(old, now uint32) {
 	for _, m := range modeNames {
@@ -143,29 +164,37 @@ func (u *Unit) ResetSettings() (changed bool, err error) {
 		return false, err
 	}
 	defer u.settings.give()
-	e := u.keptSettings()
-	changed = e.Mode != nil || len(e.PortGroups) > 0
-	e.Mode, e.PortGroups, e.Identifying = nil, []portGroupEntry{}, nil
 	var access *portGroups
 	var identifying *identifyingEntry
-	if err := u.keep(e, p, func() {
+	var modes bool
+	shared := u.opt.Settings.Shared()
+	err = u.keep(p, func(e settingsEntry) settingsEntry {
+		changed = e.Mode != nil || len(e.PortGroups) > 0
+		return u.freshSettings()
+	}, func(e settingsEntry) {
+		if shared {
+			old, now, informed := u.adopt(e, nil)
+			changed = changed || informed || old != now
+			return
+		}
 		if identifying = u.identifying.Swap(nil); !u.opt.ImplicitAccess {
 			access = u.access.Swap(nil)
 		}
-		u.modeSaved.Store(u.modeDefault.Load())
-		u.levelsSaved.Store(u.levelsDefault.Load())
-		u.tagsSaved.Store(nil)
-	}); err != nil {
+		u.setSaved(u.defaults())
+	})
+	if err != nil {
 		return false, err
 	}
-	u.settingsMu.Lock()
-	modes := (u.mode.Load()^u.modeDefault.Load())&u.modeMutable != 0
-	modes = u.levels.Swap(u.levelsDefault.Load()) != u.levelsDefault.Load() || modes
-	modes = tagsOf(&u.tags) != (protection.AppTags{}) || modes
-	u.tags.Store(nil)
-	err = u.setModes(nil, u.modeMutable, u.modeDefault.Load())
-	u.useTags()
-	u.settingsMu.Unlock()
+	if !shared {
+		u.settingsMu.Lock()
+		modes = (u.mode.Load()^u.modeDefault.Load())&u.modeMutable != 0
+		modes = u.levels.Swap(u.levelsDefault.Load()) != u.levelsDefault.Load() || modes
+		modes = tagsOf(&u.tags) != (protection.AppTags{}) || modes
+		u.tags.Store(nil)
+		err = u.setModes(nil, u.modeMutable, u.modeDefault.Load())
+		u.useTags()
+		u.settingsMu.Unlock()
+	}
 	if modes {
 		u.raise(condModeChanged, nil)
 	}

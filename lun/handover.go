@@ -60,6 +60,7 @@ func (n *Nexus) Restore(list []PathState) {
 			}
 		}
 		l.due.Store(due)
+		l.raiseUnknown()
 		l.unit.mu.Lock()
 		l.prevents = st.Prevents
 		l.unit.mu.Unlock()
@@ -191,7 +192,6 @@ func (u *Unit) Restore(st UnitState) error {
 	if err := st.Identifying.check(); err != nil {
 		return err
 	}
-	u.identifying.Store(st.Identifying)
 	u.SetHealth(Health(health))
 	u.stopped.Store(st.Stopped)
 	u.ejected.Store(st.Ejected)
@@ -200,10 +200,13 @@ func (u *Unit) Restore(st UnitState) error {
 	}).modes()
 	provisioning, l := st.Thresholds.values(u.modeDefault.Load(), levels(u.levelsDefault.Load()))
 	atmpe, tags := st.AppTags.values()
-	u.mode.Store(u.mode.Load()&^u.modeMutable | (modes|provisioning|atmpe)&u.modeMutable)
-	u.levels.Store(uint64(l))
-	u.tags.Store(&tags)
-	u.useTags()
+	known := knownSettings{modeValues{u.mode.Load()&^u.modeMutable | (modes|provisioning|atmpe)&u.modeMutable, l, tags}, st.Identifying}
+	if u.opt.Settings.Shared() { // another gateway may have changed them meanwhile
+		u.known = &known
+	} else {
+		u.setCurrent(known.modes)
+		u.identifying.Store(st.Identifying)
+	}
 	u.cross(st.Crossed)
 	u.clock.Store(st.Clock.clock())
 	if st.Unsynced {

@@ -89,6 +89,11 @@ func (e *identifyingEntry) of(code byte) string {
 	return string(e.Information)
 }
 
+// equal reports whether e and o have the same information. Both may be nil.
+func (e *identifyingEntry) equal(o *identifyingEntry) bool {
+	return e.of(infoPeripheral) == o.of(infoPeripheral) && e.of(infoText) == o.of(infoText)
+}
+
 // with returns e with that information of that type, or nil if nothing remains. e may be nil.
 func (e *identifyingEntry) with(code byte, information string) *identifyingEntry {
 	var next identifyingEntry
@@ -194,17 +199,30 @@ func (c *Command) setIdentifying(information string) bool {
 		return c.failStore(err)
 	}
 	defer u.settings.give()
+	shared, changed := u.opt.Settings.Shared(), true
 	old := u.identifying.Load()
-	if old.of(code) == information {
+	if !shared && old.of(code) == information { // of other gateways, one may have changed it a moment ago
 		return true
 	}
-	next := old.with(code, information)
-	e := u.keptSettings()
-	e.Identifying = next
-	if err := u.keep(e, patience, func() { u.identifying.Store(next) }); err != nil {
+	err = u.keep(patience, func(e settingsEntry) settingsEntry {
+		if !shared {
+			e.Identifying = old // the same, or without Options.Settings the only one
+		}
+		e.Identifying = e.Identifying.with(code, information)
+		return e
+	}, func(e settingsEntry) {
+		if shared {
+			_, _, changed = u.adopt(e, c.nexus)
+		} else {
+			u.identifying.Store(e.Identifying)
+			u.raise(condIdentifierChanged, c.nexus)
+		}
+	})
+	if err != nil {
 		return c.failStore(err)
 	}
-	u.raise(condIdentifierChanged, c.nexus)
-	c.changed(identifyingSetting(code), identifyingValue(code, information))
+	if changed {
+		c.changed(identifyingSetting(code), identifyingValue(code, information))
+	}
 	return true
 }

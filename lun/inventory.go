@@ -166,6 +166,7 @@ func (inv *Inventory) Replace(id uint16, u *Unit) (old *Unit) {
 		if u.modeChanged {
 			l.raise(condModeChanged)
 		}
+		l.raiseUnknown()
 		if u.inquiryChanged {
 			l.raise(condInquiryChanged)
 		}

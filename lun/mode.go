@@ -81,33 +81,84 @@ func (u *Unit) defaults() modeValues {
 	return modeValues{modes: u.modeDefault.Load(), levels: levels(u.levelsDefault.Load())}
 }
 
-// saveModes stores for c the mode parameters for the time after a reset or a restart: those of now, with the modes of
-// touched as in v, and the rest of v. If that fails it ends c and returns false.
-func (u *Unit) saveModes(c *Command, touched uint32, v modeValues) bool {
+// A modeList is what the pages of a MODE SELECT set.
+type modeList struct {
+	touched uint32 // the modes that they have
+	values  modeValues
+	levels  bool // they have the thresholds
+	tags    bool // they have the application tags
+}
+
+// over returns v with what s sets.
+func (s *modeList) over(v modeValues) modeValues {
+	v.modes = v.modes&^s.touched | s.values.modes&s.touched
+	if s.levels {
+		v.levels = s.values.levels
+	}
+	if s.tags {
+		v.tags = s.values.tags
+	}
+	return v
+}
+
+// saveModes stores for c the mode parameters for the time after a reset or a restart: those of now, with what sent sets. If that fails it ends
+// c and returns false.
+func (u *Unit) saveModes(c *Command, sent modeList) bool {
 	p, err := u.settings.take(c, u.opt.Settings)
 	if err != nil {
 		return c.failStore(err)
 	}
 	defer u.settings.give()
-	modes := u.mode.Load()&^touched | v.modes&touched
-	e := u.keptSettings()
-	e.Mode = newModeEntry(modes)
-	e.Mode.Thresholds = u.newThresholdsEntry(modes, v.levels)
-	e.Mode.AppTags = newAppTagsEntry(modes, v.tags)
-	if err := u.keep(e, p, func() {
-		u.modeSaved.Store(modes)
-		u.levelsSaved.Store(uint64(v.levels))
-		u.tagsSaved.Store(&v.tags)
-	}); err != nil {
+	v := sent.over(u.current())
+	err = u.keep(p, func(e settingsEntry) settingsEntry {
+		e.Mode = u.newModeEntry(v)
+		return e
+	}, func(settingsEntry) { u.setSaved(v) })
+	if err != nil {
 		return c.failStore(err)
 	}
 	return true
 }
 
-func newModeEntry(modes uint32) *modeEntry {
+// selectShared executes a MODE SELECT whose pages are those of all gateways. Those that it does not have are as the last gateway has left
+// them.
+func (c *Command) selectShared(sent modeList) bool {
+	u := c.unit
+	p, err := u.settings.take(c, u.opt.Settings)
+	if err != nil {
+		return c.failStore(err)
+	}
+	var old, now modeValues
+	err = u.keep(p, func(e settingsEntry) settingsEntry {
+		e.Mode = u.newModeEntry(sent.over(u.modesOf(e.Mode)))
+		return e
+	}, func(e settingsEntry) { old, now, _ = u.adopt(e, c.nexus) })
+	u.settings.give()
+	if err != nil {
+		return c.failStore(err)
+	}
+	c.changedValues(old, now)
+	if now.modes&^old.modes&modeSWP != 0 { // the writes that began before end before GOOD; each is durable
+		u.ranges.exclude(allStripes).release()
+	}
+	return true
+}
+
+// changedValues calls changed for the mode parameters that differ.
+func (c *Command) changedValues(old, now modeValues) {
+	c.changedModes(old.modes, now.modes)
+	c.changedThresholds(old.modes, now.modes, old.levels, now.levels)
+	if now.tags != old.tags {
+		c.changed(settingAppTagRanges, tagsText(now.tags))
+	}
+}
+
+// newModeEntry returns the record of saved mode parameters.
+func (u *Unit) newModeEntry(v modeValues) *modeEntry {
 	return &modeEntry{
-		WCE: modes&modeWCE != 0, SWP: modes&modeSWP != 0,
-		DescriptorSense: modes&modeDSense != 0, SeparateTaskSets: modes&modeTST != 0,
+		WCE: v.modes&modeWCE != 0, SWP: v.modes&modeSWP != 0,
+		DescriptorSense: v.modes&modeDSense != 0, SeparateTaskSets: v.modes&modeTST != 0,
+		Thresholds: u.newThresholdsEntry(v.modes, v.levels), AppTags: newAppTagsEntry(v.modes, v.tags),
 	}
 }
 
@@ -337,6 +388,9 @@ func beginModeSelect(u *Unit, c *Command) bool {
 	if c.CDB[1]&sp != 0 && u.opt.Settings == nil {
 		return c.failCDB(1, 0) // nothing is saved
 	}
+	if c.CDB[1]&sp == 0 && u.opt.Settings.Shared() {
+		return c.failCDB(1, 0) // current values are saved values
+	}
 	c.DataOut, c.Whole = uint64(binary.BigEndian.Uint16(c.CDB[7:])), true
 	if c.CDB[0] == opModeSelect6 {
 		c.DataOut = uint64(c.CDB[4])
@@ -354,53 +408,44 @@ func consumeModeSelect(u *Unit, c *Command, p []byte, _ uint64) bool {
 	if !ok {
 		return false
 	}
-	var touched uint32
-	next, counts, ranges := u.current(), false, false
-	next.modes = 0
+	var sent modeList
 	for at < len(p) {
 		m, ok := c.modeSelectPage(p[at:], at)
 		if !ok {
 			return false
 		}
-		touched |= m.modes() & u.modeMutable
-		next.modes = next.modes&^m.modes() | m.read(p[at:])
+		sent.touched |= m.modes() & u.modeMutable
+		sent.values.modes = sent.values.modes&^m.modes() | m.read(p[at:])
 		switch {
 		case m.levels:
-			next.levels, counts = readLevels(p[at:]), true
+			sent.values.levels, sent.levels = readLevels(p[at:]), true
 		case m.tags:
 			var wrong int
-			if next.tags, wrong = u.readTags(p[at:]); wrong != noField {
+			if sent.values.tags, wrong = u.readTags(p[at:]); wrong != noField {
 				return c.failList(at + wrong)
 			}
-			ranges = true
+			sent.tags = true
 		}
 		at += m.size
 	}
 	// Save first: if that fails, nothing has changed.
-	if c.CDB[1]&sp != 0 && !u.saveModes(c, touched, next) {
+	switch {
+	case u.opt.Settings.Shared():
+		return c.selectShared(sent)
+	case c.CDB[1]&sp != 0 && !u.saveModes(c, sent):
 		return false
 	}
 	u.settingsMu.Lock()
 	defer u.settingsMu.Unlock()
 	old := u.current()
-	if !counts {
-		next.levels = old.levels // of another MODE SELECT
-	}
-	if !ranges {
-		next.tags = old.tags
-	}
+	next := sent.over(old)
 	u.levels.Store(uint64(next.levels))
 	u.tags.Store(&next.tags)
-	next.modes = old.modes&^touched | next.modes&touched
-	err := u.setModes(c, touched, next.modes)
+	err := u.setModes(c, sent.touched, next.modes)
 	u.useTags()
 	if next != old {
 		u.raise(condModeChanged, c.nexus)
-		c.changedModes(old.modes, next.modes)
-		c.changedThresholds(old.modes, next.modes, old.levels, next.levels)
-		if next.tags != old.tags {
-			c.changed(settingAppTagRanges, tagsText(next.tags))
-		}
+		c.changedValues(old, next)
 	}
 	return c.writeDone(err)
 }
@@ -483,8 +528,8 @@ func (c *Command) modeSelectPage(page []byte, at int) (m *modePage, ok bool) {
 
 // endModeSelect saves the current parameters if none came with SP.
 func endModeSelect(u *Unit, c *Command) {
-	if c.DataOut == 0 && c.CDB[1]&sp != 0 {
-		u.saveModes(c, 0, u.current())
+	if c.DataOut == 0 && c.CDB[1]&sp != 0 && !u.opt.Settings.Shared() {
+		u.saveModes(c, modeList{})
 	}
 }
 

@@ -193,13 +193,13 @@ func (m *member) run() {
 			pauseFor(ctx, m.s.o.Margin)
 			m.withdraw(ctx, t)
 		}
-		if m.ctx.Err() == nil {
-			pauseFor(m.ctx, sharedRetry)
-		} else {
-			m.withdraw(context.Background(), t)
-		}
 		stop()
 		cancel()
+		if m.ctx.Err() != nil {
+			m.withdraw(context.Background(), t)
+			return
+		}
+		pauseFor(m.ctx, sharedRetry)
 	}
 }
 
@@ -236,7 +236,18 @@ func (m *member) note(reason error) {
 func (m *member) withdraw(ctx context.Context, t *sharedTerm) {
 	ctx, cancel := context.WithTimeout(ctx, m.s.o.TTL)
 	defer cancel()
-	_, _ = t.lease.Put(ctx, m.key, nil, m.revision)
+	for {
+		_, err := t.lease.Put(ctx, m.key, nil, m.revision)
+		if err == nil || errors.Is(err, state.ErrLeaseEnded) {
+			return
+		}
+		if v, err := m.s.o.Home.Get(ctx, m.key); err == nil { // present may have ended before it had its answer
+			m.revision = v.Revision
+		}
+		if !pauseFor(ctx, sharedRetry) {
+			return
+		}
+	}
 }
 
 // serve joins and follows until that fails, or ctx, which ends with the term, does.

@@ -364,3 +364,26 @@ func TestSharedOutage(t *testing.T) {
 		gr.wantDue(a, "29/00")
 	})
 }
+
+// A gateway that has closed its unit has no part in it any longer, although it keeps its lease: the others do not wait for it.
+func TestSharedUnitLeaves(t *testing.T) {
+	sharedBubble(t, "xy", func(t *testing.T, gr *sharedGroup, g []*sharedGateway) {
+		b := g[1].enter("b")
+		if err := g[0].inv.Remove(0).Close(); err != nil {
+			t.Fatal(err)
+		}
+		for n := range 20 {
+			began := time.Now()
+			gr.ok(b, prRegisterAndIgnore, 0, 0, uint64(n+1))
+			if took := time.Since(began); took > time.Second {
+				t.Errorf("change %d took %v", n, took)
+			}
+		}
+		if left := g[0].shared.of(testIdentity.Serial); len(left) > 0 {
+			t.Errorf("%d members are left", len(left))
+		}
+		if values, err := g[1].link.List(t.Context(), sharedAckKey+testIdentity.Serial); err != nil || len(values) != 1 {
+			t.Errorf("the home has the parts %v, %v; want that of y only", values, err)
+		}
+	})
+}

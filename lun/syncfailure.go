@@ -1,6 +1,7 @@
 package lun
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"strings"
@@ -12,8 +13,8 @@ import (
 	"github.com/iser-target/iser-target/lun/state"
 )
 
-// SyncFailures keeps which logical units have lost a sync, those of all units in one file. So a unit fails its
-// syncs after a restart, too, until it is recovered. Several goroutines may use it at once.
+// SyncFailures keeps which logical units have lost a sync, those of all units in one file, or in a home that gateways share. So a unit
+// fails its syncs after a restart, too, and on the next owner, until it is recovered. Several goroutines may use it at once.
 type SyncFailures = state.Keeper[SyncFailure]
 
 // A SyncFailure is the record of a unit whose sync has failed: data that was written before may be lost.
@@ -46,6 +47,15 @@ var syncFailuresFormat = state.Format[state.Records[SyncFailure]]{Name: "sync fa
 // whose data may be lost would look healthy.
 func OpenSyncFailures(path string) (*SyncFailures, error) {
 	return state.OpenKeeper(syncFailuresFormat, path)
+}
+
+// sharedFailuresKey and the NAA are the key of a SyncFailure in a home that gateways share.
+const sharedFailuresKey = "failures/"
+
+// OpenSharedSyncFailures opens the sync failures that home has under the keys failures/NAA, as state.OpenKeeperIn does. The caller
+// uses Follow, to call AdoptFailure of the unit whose record has changed.
+func OpenSharedSyncFailures(ctx context.Context, home state.Home) (*SyncFailures, error) {
+	return state.OpenKeeperIn(ctx, syncFailuresFormat, home, sharedFailuresKey)
 }
 
 // ExamineSyncFailures looks at the file of OpenSyncFailures.
@@ -122,6 +132,9 @@ func (u *Unit) NoteSyncFailure(reason error) {
 	if f.is.Load() == nil {
 		f.is.CompareAndSwap(nil, &SyncFailure{u.opt.Identity.Serial, time.Now().UTC().Truncate(time.Second), failureReason(reason)})
 	}
+	if u.opt.SyncFailures.Shared() { // of any store that the unit will have, on any gateway
+		u.unsynced.Store(true)
+	}
 	if u.opt.SyncFailures == nil || f.is.Load() == f.kept.Load() || !f.storing.CompareAndSwap(false, true) {
 		return
 	}
@@ -152,13 +165,16 @@ func (u *Unit) keepFailure() (err error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	is := f.is.Load()
+	p := state.Patience{Commit: func() bool { // in the order of AdoptFailure
+		f.kept.Store(is)
+		return true
+	}}
 	if is == nil {
-		_, err = u.opt.SyncFailures.Remove(u.opt.Identity.Serial, state.Patience{})
+		_, err = u.opt.SyncFailures.Remove(u.opt.Identity.Serial, p)
 	} else if is != f.kept.Load() {
-		_, err = u.opt.SyncFailures.Put(*is, state.Patience{})
+		_, err = u.opt.SyncFailures.Put(*is, p)
 	}
 	if err == nil {
-		f.kept.Store(is)
 		f.silent.Store(false)
 	}
 	return err
@@ -173,22 +189,55 @@ func (u *Unit) ForgetFailure() error {
 		u.failure.is.Store(was)
 		u.unsynced.Store(true)
 		u.failure.closed.Store(false)
-		return fmt.Errorf("syncs continue to fail, because the state directory keeps that one has failed: %w", err)
+		return fmt.Errorf("syncs continue to fail, because it stays on record that one has failed: %w", err)
 	}
 	u.unsynced.Store(false)
 	u.lastError.Store(nil)
 	u.failure.closed.Store(false)
-	if l, ok := u.store.(backend.SyncFailer); ok && l.SyncFailed() { // another one, a moment ago
+	if u.MediumFailed() { // another one, a moment ago
 		u.NoteSyncFailure(backend.ErrUnsynced)
 	}
 	return nil
 }
 
+// MediumFailed reports whether the store itself fails its syncs because one has failed. Otherwise it only is on record, of another store that
+// the unit has had, perhaps on another gateway. It waits for nothing.
+func (u *Unit) MediumFailed() bool {
+	l, ok := u.store.(backend.SyncFailer)
+	return ok && l.SyncFailed()
+}
+
+// AdoptFailure makes syncs fail after another gateway has lost one, and makes them possible again after another gateway has recovered the unit.
+// Call it from SyncFailures.Follow only: so it comes in the order of the changes.
+func (u *Unit) AdoptFailure() {
+	if !u.opt.SyncFailures.Shared() {
+		return
+	}
+	rec, ok, err := u.opt.SyncFailures.Get(u.opt.Identity.Serial)
+	f := &u.failure
+	switch {
+	case err != nil: // what is known stays
+		u.notStored(err)
+	case ok:
+		f.is.Store(&rec)
+		f.kept.Store(&rec)
+		u.SetHealth(Failed)
+		u.failSyncs()
+	case f.kept.Swap(nil) != nil && !u.MediumFailed():
+		f.is.Store(nil)
+		u.unsynced.Store(false)
+		u.lastError.Store(nil)
+	}
+}
+
 // DropFailure forgets a failed sync of a unit that was removed and closed, and of what follows. It waits until that
-// is stored.
+// is stored. If gateways share the unit, the failure stays on record for the others.
 func (u *Unit) DropFailure() error {
 	u.failure.closed.Store(true)
 	u.failure.is.Store(nil)
+	if u.opt.SyncFailures.Shared() {
+		return nil
+	}
 	return u.keepFailure()
 }
 

@@ -39,7 +39,8 @@ type Options struct {
 	// Shared makes persistent reservations the same on all gateways of a group; Reservations is nil then. See NewSharedReservations.
 	Shared *SharedReservations
 	// Settings keeps saved mode pages, the states of target port groups, and identifying
-	// information; nil: no mode page can be saved.
+	// information; nil: no mode page can be saved. Those of OpenSharedSettings require ImplicitAccess, and
+	// that writes are durable at once.
 	Settings *Settings
 	// Sanitizations keeps what SANITIZE began; nil: the end of the process ends it,
 	// which is right if the medium ends, too.
@@ -93,6 +94,7 @@ type Unit struct {
 	tagsSaved     atomic.Pointer[protection.AppTags]
 	space         spaceWatch
 	modeChanged   bool                             // the mode parameters, or the WP bit, differ from those of the predecessor
+	known         *knownSettings                   // of Options.Settings that gateways share: what initiators know; nil: nothing else
 	access        atomic.Pointer[portGroups]       // nil: no state was set
 	clock         atomic.Pointer[deviceClock]      // nil: that of the machine
 	identifying   atomic.Pointer[identifyingEntry] // nil: none
@@ -116,9 +118,8 @@ type Unit struct {
 	reservations reservations
 	group        *member // nil: no other gateway has the unit
 
-	settings   turn          // of changes that are stored in Options.Settings
-	settingsMu sync.Mutex    // held while mode, modeSaved, access or identifying change, but not while they are stored
-	kept       settingsEntry // guarded by settingsMu; changes with the turn
+	settings   turn       // of changes that are stored in Options.Settings
+	settingsMu sync.Mutex // held while mode, modeSaved, access or identifying change, but not while they are stored
 
 	mu   sync.Mutex
 	seen map[*itl]struct{} // guarded by mu: gets unit attentions
@@ -164,9 +165,15 @@ func New(s backend.Store, o Options) (*Unit, error) {
 	if o.Shared != nil && o.Reservations != nil {
 		return nil, errors.New("reservations: Options.Reservations and Options.Shared exclude each other")
 	}
+	if o.Settings.Shared() && !o.ImplicitAccess {
+		return nil, errors.New("settings: those that gateways share require Options.ImplicitAccess")
+	}
 	info := s.Info()
 	if err := info.Validate(); err != nil {
 		return nil, fmt.Errorf("store: %w", err)
+	}
+	if o.Settings.Shared() && info.VolatileCache && !o.WriteThrough {
+		return nil, errors.New("settings: those that gateways share require a store without a volatile cache, or Options.WriteThrough")
 	}
 	if o.Calls == nil {
 		o.Calls = fair.NewProcess(nil)
@@ -392,13 +399,7 @@ func (u *Unit) reset(attention Sense) {
 		l.prevents = false
 		l.echo.set(nil)
 	}
-	for _, m := range modeNames { // as saved
-		delete(u.changedBy, m.name)
-	}
-	for _, name := range ThresholdNames {
-		delete(u.changedBy, settingThreshold+name)
-	}
-	delete(u.changedBy, settingAppTagRanges)
+	u.forgetChangedBy(true, false) // as saved
 	delete(u.changedBy, settingMedium)
 	u.raiseLocked(attention, nil)
 }
@@ -430,6 +431,13 @@ func (u *Unit) InheritFrom(old *Unit) {
 	u.inheritFailure(old)
 	u.inheritReservations(old)
 
+	if u.opt.Settings.Shared() { // all that initiators set is saved, and perhaps changed since
+		u.known = &knownSettings{old.current(), old.identifying.Load()}
+		u.modeChanged = u.readOnly != old.readOnly
+		u.access.Store(old.access.Load())
+		u.clock.Store(old.clock.Load())
+		return
+	}
 	both, was := u.modeMutable&old.modeMutable, old.mode.Load()
 	if u.hasThresholds() && old.hasThresholds() {
 		if old.newThresholdsEntry(was, levels(old.levels.Load())) == nil {

@@ -244,10 +244,10 @@ func (s *Store) Settle() error {
 	return nil
 }
 
-// SyncFailed implements backend.SyncFailer.
+// SyncFailed implements backend.SyncFailer. A sync that fails because the medium is gone does not count: all that was answered is on it.
 func (s *Store) SyncFailed() bool {
 	medium := s.open.Load()
-	if medium == nil {
+	if medium == nil || medium == s.dead.Load() || !s.gate.MayAnswer() {
 		return false
 	}
 	f, ok := (*medium).(backend.SyncFailer)

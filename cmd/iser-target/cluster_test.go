@@ -8,6 +8,7 @@ import (
 	"net"
 	"net/url"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -389,11 +390,22 @@ func TestClusterOfProcesses(t *testing.T) {
 	a.cmd.Wait()
 	back("restart after SIGTERM")
 
+	text := func(want string) func() bool {
+		return func() bool {
+			list := read[schema.LUNState](t, b, "lun", "show", storeName, "1").Settings
+			return slices.ContainsFunc(list, func(s schema.SettingState) bool { return s.Setting == "identifying_text" && s.Saved == want })
+		}
+	}
+	set := &initiator.Command{LUN: 1, Out: []byte("of a\x00"), CDB: [16]byte{0: 0xa4, 1: 0x06, 9: 5, 10: 2 << 1}} // SET IDENTIFYING INFORMATION
+	s := login(t, a.addr, initiator.Options{Name: hostName + "2"})
+	testkit.Eventually(t, "the text is set through the owner", func() bool { return command(s, set) == nil && set.Status == 0 })
+	s.Close()
 	w.fresh()
 	if err := a.cmd.Process.Kill(); err != nil {
 		t.Fatal(err)
 	}
 	w.moved("kill -9", "b", unplanned)
+	testkit.Eventually(t, "the text survives its gateway", text("of a"))
 	a.cmd.Wait()
 	back("restart after kill -9")
 

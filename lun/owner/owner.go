@@ -179,6 +179,7 @@ type Unit struct {
 	owner  opening   // no Gateway: none
 	since  time.Time // when owner changed
 	busy   bool      // it is claimed, served or given back
+	began  time.Time // when it was claimed last
 	moves  bool      // it has a place in g.moves
 	unable time.Time // until when this gateway leaves it to others; zero: it does not
 	failed int       // openings in succession that have failed
@@ -1004,7 +1005,9 @@ func (u *Unit) await() (t *term, bold bool) {
 					wait = rank * g.o.Step
 				}
 			}
-			u.busy = claim
+			if u.busy = claim; claim {
+				u.began = time.Now()
+			}
 		case !u.unable.IsZero():
 			if wait = max(time.Until(u.unable), 0); wait == 0 {
 				u.unable, recovered, wait = time.Time{}, true, -1
@@ -1177,7 +1180,7 @@ func (u *Unit) note(ctx context.Context, address string, base state.Revision) (s
 
 // hold waits until u must not, or should not, be served any longer. It returns true if another gateway may be the owner.
 func (u *Unit) hold(t *term, revision state.Revision) (lost bool) {
-	g, began := u.g, time.Now()
+	g := u.g
 	var better time.Time // since when another gateway should have u rather
 	for {
 		g.mu.Lock()
@@ -1200,7 +1203,7 @@ func (u *Unit) hold(t *term, revision state.Revision) (lost bool) {
 			if better.IsZero() {
 				better = time.Now()
 			}
-			if wait = max(time.Until(better.Add(g.o.Failback)), 0); u.wished.After(began) {
+			if wait = max(time.Until(better.Add(g.o.Failback)), 0); u.wished.After(u.began) {
 				wait = 0 // somebody waits for it
 			}
 			if wait > 0 || away {

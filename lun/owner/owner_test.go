@@ -531,6 +531,29 @@ func TestPrefer(t *testing.T) {
 	})
 }
 
+// What an operator moves while its store is being opened goes as soon as it is open.
+func TestPreferWhileOpening(t *testing.T) {
+	bubble(t, 2, 24, func(o *Options) { o.Failback = time.Hour }, func(gr *group) {
+		want := best("ab")
+		gr.settle(time.Minute, want)
+		for _, name := range []string{"b", "a", "b"} {
+			for i, lun := range gr.luns {
+				owner := gr.nodes[0]
+				if want(lun) == "b" {
+					owner = gr.nodes[1]
+				}
+				owner.g.Unit(lun).Reopen()
+				time.Sleep(time.Duration(i) * 2 * time.Millisecond)
+				if err := gr.nodes[0].g.Prefer(gr.Context(), lun, name); err != nil {
+					gr.Fatal(err)
+				}
+			}
+			want = func(string) string { return name }
+			gr.settle(time.Minute, want)
+		}
+	})
+}
+
 // What an operator moves goes at once, and not after the time of a failback. A gateway that ends a drain gets its LUNs back.
 func TestHandover(t *testing.T) {
 	bubble(t, 2, 8, nil, func(gr *group) {

@@ -1,6 +1,6 @@
 // Package state keeps small states that survive the process and a power failure: the
 // identities of logical units, a record for each logical unit, and documents of other shapes.
-// They are in a Home, which today is a directory.
+// They are in a Home: a directory, or etcd (package etcd).
 //
 // All files have one format: JSON with a version, mode 0600, replaced as a whole and synced before
 // the change counts. A lock keeps a second process out. A file that this package could not have

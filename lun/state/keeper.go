@@ -77,7 +77,10 @@ func OpenKeeperIn[R Record](ctx context.Context, format Format[Records[R]], home
 
 // Follow calls changed for each unit whose record another process changes, or has changed since OpenKeeperIn. Get returns what is
 // found then. A call without a change is possible. A record that could not have been written is lost until another process
-// replaces it. Follow returns when it listens; the calls come from one goroutine, which ends with ctx or with the home.
+// replaces it. Follow returns when it listens, and ends with ctx or with the home.
+//
+// changed is called in the order in which the records of a unit count: after Patience.Commit of an earlier change by this process, and
+// before that of a later one. It must not wait, nor change the Keeper.
 func (k *Keeper[R]) Follow(ctx context.Context, changed func(unit string)) error {
 	values, err := k.home.Watch(ctx, k.prefix)
 	if err != nil {
@@ -115,13 +118,8 @@ func (k *Keeper[R]) follow(ctx context.Context, v Value, changed func(unit strin
 	}
 	d := k.unit(unit)
 	for {
-		u := &update[Records[R]]{keys: []string{unit}, seen: &v}
-		err := d.look(ctx, u)
-		switch {
-		case err == nil && u.foreign:
-			changed(unit)
-			return
-		case err == nil, errors.Is(err, fs.ErrClosed):
+		err := d.look(ctx, &update[Records[R]]{keys: []string{unit}, seen: &v, told: func() { changed(unit) }})
+		if err == nil || errors.Is(err, fs.ErrClosed) {
 			return
 		}
 		select {
@@ -206,6 +204,9 @@ func (k *Keeper[R]) TooLate() error { return k.doc.wrap(tooLate(k.Limit(), k.hom
 // SetSync does what Document.SetSync does.
 func (k *Keeper[R]) SetSync(f func(*os.File) error) { k.doc.SetSync(f) }
 
+// Shared reports whether the records are in a home that other processes may change, too. A Keeper that is nil has none.
+func (k *Keeper[R]) Shared() bool { return k != nil && k.home != nil }
+
 // Get returns the record of a unit, if it has one. It does not wait for storage. It fails with an ErrLost if the record
 // was damaged.
 func (k *Keeper[R]) Get(unit string) (r R, ok bool, err error) {
@@ -226,7 +227,7 @@ func (k *Keeper[R]) Get(unit string) (r R, ok bool, err error) {
 // lost returns the error about a record that was damaged.
 func (k *Keeper[R]) lost(l *Loss) error {
 	if k.home != nil {
-		return fmt.Errorf("NAA %s: %w: %s", l.NAA, ErrLost, l.Reason)
+		return fmt.Errorf("NAA %s: %w: %s. To accept that loss, remove the value of %s%s", l.NAA, ErrLost, l.Reason, k.prefix, l.NAA)
 	}
 	return fmt.Errorf("NAA %s: %w, and so is its spare copy: %s. iser-target state repair --discard %s:%s accepts that loss, while the target is stopped",
 		l.NAA, ErrLost, l.Reason, filepath.Base(k.doc.file.path), l.NAA)
@@ -275,6 +276,27 @@ func (k *Keeper[R]) Put(r R, p Patience) (unsure bool, err error) {
 		}
 		return s, true, nil
 	})
+}
+
+// Update keeps what edit makes of the record of a unit. Without a record, ok is false. If another process changes the record first, edit
+// is called again, with what that has made of it: no change is lost. It is called before Patience.Commit, and perhaps again later, then
+// with the same record; it must not wait. Update returns what Put does.
+func (k *Keeper[R]) Update(unit string, p Patience, edit func(r R, ok bool) R) (unsure bool, err error) {
+	d := k.unit(unit)
+	unsure, err = d.store(&update[Records[R]]{keys: []string{unit}, patience: p, apply: func(s Records[R]) (Records[R], bool, error) {
+		if l := s.loss(unit); l != nil && k.home != nil {
+			return s, false, k.lost(l)
+		}
+		i := s.index(unit)
+		if s.Units = slices.Clone(s.Units); i >= 0 {
+			s.Units[i] = edit(s.Units[i], true)
+		} else {
+			var none R
+			s.Units = append(s.Units, edit(none, false))
+		}
+		return s, true, nil
+	}})
+	return unsure, d.wrap(err)
 }
 
 // Remove forgets the record of a unit, if it has one. It returns what Put does. Without a record it

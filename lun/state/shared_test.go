@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -272,6 +273,93 @@ func TestSharedKeeper(t *testing.T) {
 	wantCard(t, four, 1, "again")
 	if got := four.Units(); !slices.Equal(got, []string{unit(1), unit(2), unit(3)}) {
 		t.Errorf("the units are %v", got)
+	}
+}
+
+// Update loses no change, whatever others change at the same time, and its Commit comes before Follow tells of a later change.
+func TestUpdate(t *testing.T) {
+	h := newSharedHome(t)
+	own, err := OpenKeeper(cards, filepath.Join(t.TempDir(), "cards.json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer own.Close()
+	one, two := openSharedCards(t, h), openSharedCards(t, h)
+	for _, keepers := range [][]*Keeper[card]{{one, two}, {own, own}} {
+		var mu sync.Mutex
+		counts := map[*Keeper[card]]string{} // what counts for each keeper, in the order of its calls
+		if keepers[0].Shared() != (keepers[0] != own) {
+			t.Error("Shared is wrong")
+		}
+		for _, k := range keepers {
+			if !k.Shared() {
+				continue
+			}
+			err := k.Follow(t.Context(), func(unit string) {
+				c, _, err := k.Get(unit)
+				if err != nil && !errors.Is(err, ErrLost) {
+					t.Error(err)
+				}
+				mu.Lock()
+				defer mu.Unlock()
+				counts[k] = c.Text
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+		}
+		const workers, steps = 4, 5
+		var wg sync.WaitGroup
+		for n := range workers {
+			k := keepers[n%2]
+			wg.Go(func() {
+				for range steps {
+					var text string
+					unsure, err := k.Update(unit(1), Patience{Commit: func() bool {
+						mu.Lock()
+						defer mu.Unlock()
+						counts[k] = text
+						return true
+					}}, func(c card, ok bool) card {
+						if ok != (c.NAA != "") {
+							t.Errorf("the record %+v, %v", c, ok)
+						}
+						text = c.Text + "x"
+						return card{unit(1), text}
+					})
+					if unsure || err != nil {
+						t.Error(unsure, err)
+					}
+				}
+			})
+		}
+		wg.Wait()
+		want := strings.Repeat("x", workers*steps)
+		for _, k := range keepers {
+			end := time.Now().Add(patience)
+			for {
+				c, _, err := k.Get(unit(1))
+				mu.Lock()
+				got := counts[k]
+				mu.Unlock()
+				if err == nil && c.Text == want && got == want {
+					break
+				}
+				if time.Now().After(end) {
+					t.Fatalf("the record is %q, %v, and %q counts; want %d changes", c.Text, err, got, workers*steps)
+				}
+				time.Sleep(time.Millisecond)
+			}
+		}
+	}
+	if _, err := h.Put(t.Context(), "cards."+unit(2), []byte("{"), 0); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := one.Update(unit(2), Patience{}, func(card, bool) card { return card{unit(2), "new"} }); !errors.Is(err, ErrLost) && !strings.Contains(err.Error(), "is damaged") {
+		t.Errorf("over a damaged record Update = %v", err)
+	}
+	if v, err := h.Get(t.Context(), "cards."+unit(2)); err != nil || string(v.Data) != "{" {
+		t.Errorf("a damaged record is %q, %v", v.Data, err)
 	}
 }
 

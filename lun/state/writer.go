@@ -63,8 +63,8 @@ type update[S State] struct {
 	// remove: the file is removed, because what apply returns is the state without a file.
 	remove bool
 	// seen is not nil in what changes nothing: see look.
-	seen    *Value
-	foreign bool // with seen: another process has changed the state since the last look
+	seen *Value
+	told func() // with seen: is called by the writer if another process has changed the state since the last look
 	// apply returns the next state, and whether it differs. The writer calls it. If it calls it again,
 	// with another state whose entries of keys are the same, apply makes the same change.
 	apply    func(S) (S, bool, error)
@@ -140,7 +140,10 @@ func (d *Document[S]) answer(u *update[S]) {
 		}
 	}
 	if u.phase.CompareAndSwap(storing, settled) {
-		u.foreign, d.foreign = d.foreign, false
+		if d.foreign {
+			d.foreign = false
+			u.told()
+		}
 		u.end(nil, false)
 	}
 }

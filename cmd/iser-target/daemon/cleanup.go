@@ -195,6 +195,9 @@ func (r *removal) finish(drain time.Duration) (notes []string) {
 			if err := d.forgetFailure(r.l.unit); err != nil {
 				log.Warn("failed sync of a removed LUN stays on record", "reason", err)
 			}
+			if r.l.Shared {
+				d.group.erase(&r.l.LUN)
+			}
 		}
 		d.locked(func() { r.closed = true })
 		d.forget(r)

@@ -40,7 +40,8 @@ type group struct {
 	home state.Lessor
 	// reservations of all shared LUNs. A unit joins those of the other gateways when this one does, or later.
 	reservations *lun.SharedReservations
-	ctx          context.Context // ends with close
+	kept         atomic.Pointer[groupRecords] // nil: etcd has not answered yet
+	ctx          context.Context              // ends with close
 	end          context.CancelFunc
 	done         sync.WaitGroup
 	news         chan struct{} // has room for one: owners or gateways may have changed
@@ -122,6 +123,7 @@ func sharedIdentity(l *config.LUN) (id state.Identity) {
 type gatewayNote struct {
 	Version string              `json:"version"`
 	Tags    map[string][]uint16 `json:"tags"` // of the portal groups that lead to each target
+	LUNs    []string            `json:"luns"` // shared ones that it has, by their NAA; nil: it is of a version that does not say
 }
 
 // openGroup connects to etcd. It waits for an answer for a short time only.
@@ -150,7 +152,11 @@ func (d *Daemon) openGroup(cfg *config.Config) error {
 			g.learnMedium(v)
 		}
 	}
+	if err := g.openRecords(ctx); err != nil && !errors.Is(err, state.ErrUnreachable) {
+		d.log.Error("settings of shared LUNs cannot be read: they are not ready", eventKey, "cluster", "reason", err)
+	}
 	g.done.Go(g.followMedia)
+	g.done.Go(g.followRecords)
 	d.group = g
 	return nil
 }
@@ -207,10 +213,14 @@ func (g *group) followMedia() {
 // learnMedium notes what a medium is like, and adopts its size where it is not open.
 func (g *group) learnMedium(v state.Value) {
 	var info backend.Info
-	if v.Data == nil || json.Unmarshal(v.Data, &info) != nil || info.Validate() != nil {
+	serial := strings.TrimPrefix(v.Key, mediumKey)
+	if v.Data == nil {
+		g.unlearnMedium(serial)
 		return
 	}
-	serial := strings.TrimPrefix(v.Key, mediumKey)
+	if json.Unmarshal(v.Data, &info) != nil || info.Validate() != nil {
+		return
+	}
 	g.mu.Lock()
 	if v.Revision <= g.media[serial].revision {
 		g.mu.Unlock()
@@ -256,7 +266,8 @@ func (g *group) openShared(target string, c *config.LUN, isAbandoned func() bool
 	}
 	for end := time.Now().Add(firstOpen); ; {
 		medium, known := g.media[id.Serial]
-		if known {
+		kept := g.kept.Load()
+		if known && kept.usable() {
 			unit, err := g.makeUnit(l, medium.info, id)
 			joined := g.gw != nil
 			g.mu.Unlock()
@@ -269,7 +280,7 @@ func (g *group) openShared(target string, c *config.LUN, isAbandoned func() bool
 		wake, joined := g.wake, g.gw != nil
 		g.mu.Unlock()
 		if left := time.Until(end); !joined || left <= 0 {
-			return nil, errNotOpened
+			return nil, cmp.Or(kept.reason(), errNotOpened)
 		}
 		select {
 		case <-wake:
@@ -384,7 +395,9 @@ func (g *group) join() error {
 
 // note returns what this gateway tells the others. g.mu is held.
 func (g *group) note() json.RawMessage {
-	text, err := json.Marshal(gatewayNote{g.d.version, g.own})
+	n := gatewayNote{g.d.version, g.own, slices.AppendSeq([]string{}, maps.Keys(g.luns))}
+	slices.Sort(n.LUNs)
+	text, err := json.Marshal(n)
 	if err != nil {
 		panic(err) // cannot happen: strings and numbers
 	}
@@ -486,7 +499,8 @@ func (g *group) close() error {
 	g.end()
 	g.done.Wait()
 	g.reservations.Close()
-	return g.home.Close()
+	err := g.home.Close()
+	return errors.Join(err, g.kept.Load().close()) // after that: no change is under way any longer
 }
 
 // nudge wakes follow. It does not wait.

@@ -4,16 +4,21 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"io"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/config"
+	"github.com/iser-target/iser-target/lun"
+	"github.com/iser-target/iser-target/lun/state/etcd"
 	"github.com/iser-target/iser-target/tests/initiator"
 	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
@@ -25,15 +30,30 @@ type sharedDisk struct {
 	backend.Store
 	t *testing.T
 
-	mu   sync.Mutex
-	open *diskHead
+	mu    sync.Mutex
+	open  *diskHead
+	fails atomic.Bool // the next sync fails, and later ones of that diskHead
 }
 
 // A diskHead is the disk as one gateway has opened it.
 type diskHead struct {
 	backend.Store
-	disk *sharedDisk
+	disk   *sharedDisk
+	failed atomic.Bool
 }
+
+func (h *diskHead) Sync() error {
+	if h.disk.fails.Swap(false) {
+		h.failed.Store(true)
+		return errSync
+	}
+	if h.failed.Load() {
+		return backend.ErrUnsynced
+	}
+	return h.Store.Sync()
+}
+
+func (h *diskHead) SyncFailed() bool { return h.failed.Load() }
 
 func (h *diskHead) Close() error {
 	h.disk.mu.Lock()
@@ -50,7 +70,7 @@ func (d *sharedDisk) openFor(*config.LUN) (backend.Store, error) {
 	if d.open != nil {
 		d.t.Error("two gateways have the disk open")
 	}
-	d.open = &diskHead{d.Store, d}
+	d.open = &diskHead{Store: d.Store, disk: d}
 	return d.open, nil
 }
 
@@ -173,11 +193,20 @@ func TestCluster(t *testing.T) {
 		t.Fatal(err)
 	}
 	waitFor(t, map[int]int{1: 0, 2: 2}, sa, sb)
+	testSharedSettings(t, sa, sb)
+	testSharedFailure(t, disk, a, b, sa)
+	if err := a.HandOver(ctx, store, 1, "a"); err != nil {
+		t.Fatal(err)
+	}
+	waitFor(t, map[int]int{1: 0, 2: 2}, sa, sb)
 	testSharedReservations(t, a, b, sa, sb)
 	endA() // as by SIGTERM
 	waitFor(t, map[int]int{2: 0}, sb)
 	if got := len(b.State().Targets[0].LUNs[1].Reservation.Registrations); got != 1 {
 		t.Errorf("%d registrations after the end of the gateway that they came through, want 1", got)
+	}
+	if got := identifyingText(t, sb); got != "of a" {
+		t.Errorf("the text is %q after the end of the gateway that it came through", got)
 	}
 	if got := write(sb, 4); got != "" {
 		t.Errorf("WRITE through the path that is left: %s", got)
@@ -190,6 +219,37 @@ func TestCluster(t *testing.T) {
 			t.Error("a hand-over that is not possible succeeds")
 		}
 	}
+	testErase(t, b, member)
+}
+
+// testErase checks what stays in etcd after the last gateway has deleted LUN 1: what the state directory keeps of an own LUN.
+func testErase(t *testing.T, l *lab, member *etcdserver.Member) {
+	t.Helper()
+	home, err := etcd.Open(etcd.Config{Endpoints: []string{member.Endpoint()}, Prefix: "/iser-target"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer home.Close()
+	const serial = "3000000000000001"
+	// has returns the prefixes of the values that etcd has of the LUN.
+	has := func() (list []string) {
+		values, err := home.List(t.Context(), "")
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, v := range values {
+			if prefix, ok := strings.CutSuffix(v.Key, serial); ok {
+				list = append(list, prefix)
+			}
+		}
+		return list
+	}
+	if got := has(); !slices.Contains(got, mediumKey) || !slices.Contains(got, "preferred/") {
+		t.Errorf("before its removal etcd has %q of the LUN", got)
+	}
+	l.luns = `{id: 0, backend: memory, size: 1MiB}`
+	l.ok(ChangeOptions{Disrupt: true, Now: true})
+	testkit.Eventually(t, "the values of the LUN are removed", func() bool { return fmt.Sprint(has()) == "[reservations/ settings/]" })
 }
 
 // testSharedReservations checks that both gateways have the reservations of either: b has a path of its own, and is active or not.
@@ -234,5 +294,113 @@ func testSharedReservations(t *testing.T, a, b *lab, sa, sb *initiator.Session) 
 	}
 	if got := write(sa); got != "status 0x18" {
 		t.Errorf("WRITE of the preempted initiator: %s", got)
+	}
+}
+
+// writeProtect saves SWP of LUN 1 by MODE SELECT.
+func writeProtect(t *testing.T, s *initiator.Session, on bool) string {
+	t.Helper()
+	page := []byte{0, 0, 0, 0, 0x0a, 0x0a, 0x02, 0x10, 0, 0x40, 0, 0, 0xff, 0xff, 0, 0}
+	if on {
+		page[8] = 0x08
+	}
+	return do(t, s, &initiator.Command{LUN: 1, Out: page, CDB: [16]byte{0: 0x15, 1: 0x11, 4: byte(len(page))}})
+}
+
+// testSharedSettings checks that what is set through one gateway is in force on the other one, with the attention. LUN 1 is write protected
+// then.
+func testSharedSettings(t *testing.T, sa, sb *initiator.Session) {
+	t.Helper()
+	wantAttention := func(s *initiator.Session, want string) {
+		t.Helper()
+		testkit.Eventually(t, "the attention "+want, func() bool { return strings.Contains(attentions(t, s, 1), want) })
+	}
+	write := func(s *initiator.Session) string {
+		return do(t, s, &initiator.Command{LUN: 1, CDB: cdb.Write16(8, 1), Out: make([]byte, 512)})
+	}
+	if got := writeProtect(t, sb, true); got != "" {
+		t.Errorf("MODE SELECT through the standby path: %s", got)
+	}
+	wantAttention(sa, "2a/01")              // MODE PARAMETERS CHANGED
+	if got := write(sa); got != "7/27/02" { // LOGICAL UNIT SOFTWARE WRITE PROTECTED
+		t.Errorf("WRITE to a LUN that was protected through the other path: %s", got)
+	}
+	if got := writeProtect(t, sa, false); got != "" {
+		t.Errorf("MODE SELECT through the active path: %s", got)
+	}
+	wantAttention(sb, "2a/01")
+	text := []byte("of a\x00")
+	if got := do(t, sa, &initiator.Command{LUN: 1, Out: text, CDB: [16]byte{0: 0xa4, 1: 0x06, 9: byte(len(text)), 10: 2 << 1}}); got != "" {
+		t.Errorf("SET IDENTIFYING INFORMATION: %s", got)
+	}
+	wantAttention(sb, "3f/05") // DEVICE IDENTIFIER CHANGED
+}
+
+// identifyingText returns what REPORT IDENTIFYING INFORMATION has as the text of LUN 1.
+func identifyingText(t *testing.T, s *initiator.Session) string {
+	t.Helper()
+	c := &initiator.Command{LUN: 1, In: make([]byte, 64), CDB: [16]byte{0: 0xa3, 1: 0x05, 9: 64, 10: 2 << 1}}
+	if got := do(t, s, c); got != "" {
+		t.Errorf("REPORT IDENTIFYING INFORMATION: %s", got)
+	}
+	return strings.TrimRight(string(c.In[4:]), "\x00")
+}
+
+// testSharedFailure checks that a sync that failed on one gateway is on record on both, until it is recovered where the LUN is served.
+func testSharedFailure(t *testing.T, disk *sharedDisk, a, b *lab, sa *initiator.Session) {
+	t.Helper()
+	synchronize := func() string { return do(t, sa, &initiator.Command{LUN: 1, CDB: [16]byte{0x35}}) }
+	health := func(l *lab, want lun.Health) func() bool {
+		return func() bool {
+			l.lookAtLUNs()
+			return l.lunState(1).Health == want.String()
+		}
+	}
+	disk.fails.Store(true)
+	if got := synchronize(); got != "3/0c/00" {
+		t.Errorf("SYNCHRONIZE CACHE that fails: %s", got)
+	}
+	for _, l := range []*lab{a, b} {
+		testkit.Eventually(t, "the LUN is failed", health(l, lun.Failed))
+	}
+	if _, err := b.Recover(t.Context(), store, 1); !errors.Is(err, ErrCluster) {
+		t.Errorf("recovery on the gateway that does not serve the LUN: %v", err)
+	}
+	if _, err := a.Recover(t.Context(), store, 1); err != nil {
+		t.Errorf("recovery: %v", err)
+	}
+	for _, l := range []*lab{a, b} {
+		testkit.Eventually(t, "the LUN is healthy again", health(l, lun.Healthy))
+	}
+}
+
+// While etcd is frozen, a change of the settings of a shared LUN fails in time, and an own LUN is not disturbed.
+func TestClusterSettingsWithoutEtcd(t *testing.T) {
+	member := etcdserver.Start(t, 1)[0]
+	memory, err := backend.OpenMemory(backend.MemoryConfig{Size: 4 << 20, BlockSize: 512})
+	if err != nil {
+		t.Fatal(err)
+	}
+	l, _ := newGateway(t, "a", 1, member, (&sharedDisk{Store: memory, t: t}).openFor)
+	s, neighbor := l.login("host", store), l.login("neighbor", store)
+	waitFor(t, map[int]int{1: 0}, s)
+	attentions(t, neighbor, 0)
+	l.net.limits.StateTimeout.SetMax(int64(time.Second))
+	member.Freeze()
+	defer member.Thaw()
+	answer, began := make(chan string, 1), time.Now()
+	go func() { answer <- writeProtect(t, s, true) }()
+	for waits := true; waits; {
+		select {
+		case got := <-answer:
+			if took := time.Since(began); got != "4/44/00" || took < time.Second/2 {
+				t.Errorf("MODE SELECT while etcd is frozen: %s after %v", got, took)
+			}
+			waits = false
+		default:
+			if got := do(t, neighbor, &initiator.Command{CDB: cdb.Write16(8, 1), Out: make([]byte, 512)}); got != "" {
+				t.Errorf("WRITE to the own LUN: %s", got)
+			}
+		}
 	}
 }

@@ -239,6 +239,9 @@ func (d *Daemon) Recover(ctx context.Context, target string, id int) (*schema.Re
 	if l.fault != nil {
 		return nil, fmt.Errorf("LUN %d of %s is not ready: %w", id, target, l.fault)
 	}
+	if err := d.group.mayRecover(&l.LUN); err != nil {
+		return nil, wrap(err)
+	}
 	t := d.served.target(target)
 	before, known := d.look(ctx, t, l)
 	switch {
@@ -287,6 +290,9 @@ func (e *editor) reopenInPlace(ctx context.Context, t *servedTarget, l *servedLU
 // the unit gets.
 func recoverUnit(unit *lun.Unit, l *config.LUN) error {
 	naa := unit.Identity().Serial
+	if l.Shared && !unit.MediumFailed() { // the store of another time or gateway has failed
+		return unit.ForgetFailure()
+	}
 	if found, inode, marked := readMark(l.Path); l.Backend == "file" && marked && found.naa != naa && found.inode == inode {
 		return fmt.Errorf("%s was served with NAA %s, and this LUN has %s. Bring back the file of this LUN, or create another LUN", l.Path, found.naa, naa)
 	}
