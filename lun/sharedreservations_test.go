@@ -364,3 +364,19 @@ func TestSharedOutage(t *testing.T) {
 		gr.wantDue(a, "29/00")
 	})
 }
+
+// A unit that is closed takes part no longer, also while its gateway keeps its lease.
+func TestSharedLeave(t *testing.T) {
+	sharedBubble(t, "xy", func(t *testing.T, _ *sharedGroup, g []*sharedGateway) {
+		if err := g[0].inv.Remove(0).Close(); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(time.Second)
+		if n := len(g[0].shared.all()); n != 0 {
+			t.Errorf("%d members are left", n)
+		}
+		if n := len(g[1].shared.all()); n != 1 {
+			t.Errorf("the other gateway has %d members", n)
+		}
+	})
+}
