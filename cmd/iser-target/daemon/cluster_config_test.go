@@ -190,7 +190,9 @@ func TestClusterConfig(t *testing.T) {
 
 	t.Run("conflict", func(t *testing.T) { testConfigConflict(t, home, a, b) })
 	t.Run("failure", func(t *testing.T) { testConfigFailure(t, a, b) })
-	t.Run("invalid", func(t *testing.T) { testConfigInvalid(t, home, a, b) })
+	t.Run("invalid", func(t *testing.T) {
+		testConfigInvalid(t, home, a, b, func() *lab { return newConfigGateway(t, "e", 5, member.Endpoint(), disks, nil) })
+	})
 	for i, l := range []*lab{a, b} {
 		now, err := os.ReadFile(l.path)
 		if err != nil || !bytes.Equal(now, files[i]) {
@@ -298,7 +300,7 @@ func testConfigFailure(t *testing.T, a, b *lab) {
 }
 
 // testConfigInvalid checks that a wrong text in etcd runs on no gateway, and ends nothing. The next text that is right runs.
-func testConfigInvalid(t *testing.T, home state.Home, a, b *lab) {
+func testConfigInvalid(t *testing.T, home state.Home, a, b *lab, start func() *lab) {
 	putConfig(t, home, func(now string) string { return now + "portals: []\n" })
 	for _, l := range []*lab{a, b} {
 		reasonOf(t, l, "portals: does not belong to the configuration of a cluster")
@@ -308,6 +310,10 @@ func testConfigInvalid(t *testing.T, home state.Home, a, b *lab) {
 		c, err := a.Cluster()
 		return err == nil && len(c.Gateways) == 2 && !slices.ContainsFunc(c.Gateways, func(g schema.GatewayState) bool { return g.ConfigReason == "" || g.Config == 0 || g.Config >= c.Config })
 	})
+	e := start()
+	if _, _, err := e.ClusterConfig(); err == nil || !strings.Contains(err.Error(), "portals: does not belong") || len(e.State().Targets) != 1 {
+		t.Errorf("a gateway that starts has %d targets, and says %v", len(e.State().Targets), err)
+	}
 	if err := a.change(func(d *config.Document) error { return d.SetTarget(all, "alias", "x") }, ChangeOptions{}); !errors.Is(err, ErrStale) || !strings.Contains(err.Error(), "portals: does not belong") {
 		t.Errorf("a change of what is wrong: %v", err)
 	}
@@ -326,8 +332,8 @@ func testConfigInvalid(t *testing.T, home state.Home, a, b *lab) {
 	if _, err := b.ApplyCluster(t.Context(), sharedText(t, clusterText(all, 1, 2)), false, ChangeOptions{Now: true, Disrupt: true}); err != nil {
 		t.Fatal(err)
 	}
-	has(t, all, []int{1, 2}, a, b)
-	for _, l := range []*lab{a, b} {
+	has(t, all, []int{1, 2}, a, b, e)
+	for _, l := range []*lab{a, b, e} {
 		testkit.Eventually(t, "nothing is wrong", func() bool {
 			_, c, err := l.ClusterConfig()
 			return err == nil && c.Reason == "" && c.Newest == c.Revision
