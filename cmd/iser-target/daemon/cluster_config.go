@@ -20,8 +20,9 @@ import (
 const (
 	// configKey is the key of the text in the home.
 	configKey = "config"
-	// configRetry is the time between two attempts to apply a text.
-	configRetry = 3 * time.Second
+	// configRetry is the time until the daemon tries again to apply a text. It doubles up to maxConfigRetry.
+	configRetry    = 3 * time.Second
+	maxConfigRetry = time.Minute
 	// noTargets is the text of a cluster that keeps no targets.
 	noTargets = "targets: []\n"
 	// maxConfigReason bounds the reason that other gateways learn, in bytes.
@@ -155,9 +156,16 @@ func (g *group) followConfig() {
 
 // takeConfigs applies the text whenever values has news of it, until values or the group ends. It tries again what fails.
 func (g *group) takeConfigs(values <-chan state.Value) {
-	tick := time.NewTicker(configRetry)
-	defer tick.Stop()
-	for done := g.takeConfig(); ; {
+	for wait := configRetry; ; {
+		var again <-chan time.Time
+		switch err := g.takeConfig(); {
+		case err == nil:
+		case errors.Is(err, state.ErrUnreachable):
+			again = time.After(configRetry)
+		default: // an attempt may have reopened LUNs, so others come later and later
+			again = time.After(wait)
+			wait = min(2*wait, maxConfigRetry)
+		}
 		select {
 		case <-g.ctx.Done():
 			return
@@ -165,24 +173,21 @@ func (g *group) takeConfigs(values <-chan state.Value) {
 			if !ok {
 				return
 			}
-			done = g.takeConfig()
-		case <-tick.C:
-			if !done {
-				done = g.takeConfig()
-			}
+			wait = configRetry
+		case <-again:
 		}
 	}
 }
 
-// takeConfig applies the text that etcd has. It reports whether it runs.
-func (g *group) takeConfig() (done bool) {
+// takeConfig applies the text that etcd has.
+func (g *group) takeConfig() error {
 	ctx, cancel := context.WithTimeout(By(g.ctx, "targets of the cluster"), reloadWait)
 	defer cancel()
-	return g.d.takeShared(ctx) == nil
+	return g.d.takeShared(ctx)
 }
 
-// takeShared makes the text that etcd has a part of the running document, if it is not yet. All is allowed to it that disturbs sessions: that was
-// decided where it was changed. The error is noted.
+// takeShared makes the text that etcd has a part of the running document, if it is not yet. It may disturb sessions, because that was
+// decided where the text was changed. Errors other than the silence of etcd are noted for the other gateways.
 func (d *Daemon) takeShared(ctx context.Context) error {
 	g := d.group
 	v, err := g.readConfig(ctx) // before the turn: a silent etcd keeps no change waiting
@@ -240,8 +245,8 @@ func (d *Daemon) withShared(doc *config.Document) *config.Document {
 	return doc
 }
 
-// storeShared puts the shared part of doc into etcd, if it is an edit. undo puts back what etcd had. Without an error, or with an ErrStale, or
-// if etcd does not answer from the beginning, undo has nothing to do, or does it.
+// storeShared puts the shared part of doc into etcd, if it is an edit. It fails with ErrStale if etcd has another text than the one that was
+// edited. undo, which is never nil, puts back what etcd had. It fails if etcd has the new text, or may have it, nevertheless.
 func (e *editor) storeShared(ctx context.Context, doc *config.Document) (undo func() error, err error) {
 	undo = func() error { return nil }
 	next := doc.Shared()
