@@ -41,6 +41,11 @@ type Document struct {
 	changed bool        // by an edit
 	mode    fs.FileMode // of its file; 0: no file
 	owner   error       // why others than its owner can change the file; nil: they cannot
+
+	shared *Document // targets of a cluster, which nobody changes; nil: none
+	// Of a shared part: what names its text, and whether the text is not kept yet.
+	revision int64
+	unkept   bool
 }
 
 // A version of a document is immutable: an edit creates another one.
@@ -105,17 +110,23 @@ func (d *Document) Clone() *Document {
 func (d *Document) Bytes() []byte { return d.text }
 
 // Config returns what Load would return for a file with this text: the configuration,
-// including the environment, or an error that joins one *Error for each problem.
+// including the environment, or an error that joins one *Error for each problem. The targets
+// of the shared part follow those of the file.
 func (d *Document) Config() (*Config, error) {
 	v := d.version
 	if d.changed {
 		v = nil // no file has this text yet
 	}
-	c, err := configOf(d.source, d.settings, v)
+	settings, shared := d.merged()
+	c, err := configOf(d.source, settings, v, shared)
 	if err != nil {
 		return nil, err
 	}
-	if err = c.checkFileMode(d.mode); err == nil {
+	file := *c
+	if shared != nil {
+		file.Targets = c.Targets[:shared.own]
+	}
+	if err = file.checkFileMode(d.mode); err == nil {
 		err = d.owner
 	}
 	if err != nil {
@@ -124,7 +135,7 @@ func (d *Document) Config() (*Config, error) {
 	return c, nil
 }
 
-// AddTarget appends a target.
+// AddTarget appends a target to the file.
 func (d *Document) AddTarget(t Target) error { return d.add(targetEntry(t.Name), t) }
 
 // RemoveTarget removes a target with its LUNs.
@@ -185,7 +196,7 @@ func (d *Document) AddUser(target string, u User) error {
 	if err := d.add(userEntry(target, u.Name), u); err != nil {
 		return err
 	}
-	return d.edit(func(e *editor) error {
+	return d.editOf(targetEntry(target), func(e *editor) error {
 		t, path, err := e.item(targetEntry(target))
 		if err != nil {
 			return err
@@ -204,7 +215,7 @@ func (d *Document) RemoveUser(target, name string) error { return d.remove(userE
 // RotateUser gives a CHAP user of a target the secret of u, or that of its SecretFile. The present one stays valid as the previous
 // secret. An earlier rotation must have ended.
 func (d *Document) RotateUser(target string, u User) error {
-	return d.edit(func(e *editor) error {
+	return d.editOf(targetEntry(target), func(e *editor) error {
 		m, path, err := e.item(userEntry(target, u.Name))
 		if err != nil {
 			return err
@@ -241,7 +252,7 @@ func (d *Document) RotateUser(target string, u User) error {
 
 // EndRotation removes the previous secret of a CHAP user of a target.
 func (d *Document) EndRotation(target, name string) error {
-	return d.edit(func(e *editor) error {
+	return d.editOf(targetEntry(target), func(e *editor) error {
 		m, path, err := e.item(userEntry(target, name))
 		if err != nil {
 			return err
@@ -265,7 +276,12 @@ func (d *Document) EndRotation(target, name string) error {
 
 // add appends an item to the list of x, which must not have x.
 func (d *Document) add(x *entry, item any) error {
-	return d.edit(func(e *editor) error {
+	return d.editOf(x, adding(x, item))
+}
+
+// adding returns the change that appends an item to the list of x.
+func adding(x *entry, item any) func(*editor) error {
+	return func(e *editor) error {
 		m, path, err := e.parent(x)
 		if err != nil {
 			return err
@@ -274,12 +290,15 @@ func (d *Document) add(x *entry, item any) error {
 			return e.fail(ErrExists, index(under(path, x.list), i), "%s already", x.taken)
 		}
 		return e.appendTo(m, path, x.list, writeNode(reflect.ValueOf(item)))
-	})
+	}
 }
 
 // remove removes x. It keeps an empty list.
-func (d *Document) remove(x *entry) error {
-	return d.edit(func(e *editor) error {
+func (d *Document) remove(x *entry) error { return d.editOf(x, removal(x)) }
+
+// removal returns the change that removes x.
+func removal(x *entry) func(*editor) error {
+	return func(e *editor) error {
 		list, i, path, err := e.locate(x)
 		if err != nil {
 			return err
@@ -292,18 +311,26 @@ func (d *Document) remove(x *entry) error {
 			list.Style = yaml.FlowStyle
 		}
 		return nil
-	})
+	}
 }
 
 // set sets a key of x, which is a map.
 func (d *Document) set(x *entry, key, value string, t reflect.Type, fixed ...string) error {
-	return d.edit(func(e *editor) error {
+	return d.editOf(x, func(e *editor) error {
 		m, path, err := e.item(x)
 		if err != nil {
 			return err
 		}
 		return e.set(m, path, key, value, t, fixed...)
 	})
+}
+
+// editOf applies one change of x to the part of d that has its target.
+func (d *Document) editOf(x *entry, change func(*editor) error) error {
+	if d.isShared(x) {
+		return d.editShared(change)
+	}
+	return d.edit(change)
 }
 
 // edit applies one change of the tree to the text.

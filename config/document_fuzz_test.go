@@ -172,6 +172,7 @@ func FuzzDocument(f *testing.F) {
 	f.Add([]byte("x: &x {id: 0, backend: memory, size: 1MiB}\nportals: [{listen: \":1\"}]\ntargets: [{name: iqn.2026-11.io.example:a, initiators: [\"*\"], luns: [*x, {<<: *x, id: 1}]}]\n"), uint64(5))
 	f.Add([]byte("portals: [\n  {listen: \":1\"}, # one\n\n  {listen: \":2\"},\n]\ntargets:\n- name: iqn.2026-11.io.example:a\n  alias: >\n    a\n\n    b\n  initiators:\n  - '*'\n  luns:\n  -   id: 0\n      backend: memory\n      size: 1MiB\n"), uint64(6))
 	f.Add([]byte(shared), uint64(7))
+	f.Add([]byte(ofCluster), uint64(12))
 	f.Add([]byte("portals: [{listen: \":1\"}]\ntargets: [] # none\n"), uint64(10))
 	f.Add([]byte("targets: [\n]\nportals: [{listen: \":1\"}]\n"), uint64(11))
 	f.Add([]byte("portals: # p\n  # q\n  - # r\n    listen: 127.0.0.1:1 # s\n  # t\n\n  # u\n\ntargets: # v\n  - name: >-\n      iqn.2026-11.io.example:a\n    # w\n    initiators: # x\n      # y\n      - '*' # z\n      # a\n\n    # b\n"+
@@ -185,6 +186,19 @@ func FuzzDocument(f *testing.F) {
 		r := rand.New(rand.NewPCG(seed, seed))
 		for range 3 {
 			tryEdit(t, r, d)
+		}
+		s, err := NewShared("s", b, 1)
+		if err != nil {
+			return
+		}
+		in := mustDocument(t, ofFile)
+		in.SetShared(s)
+		c, err := in.Config()
+		if err == nil && len(c.Targets) != 1+s.SharedTargets() {
+			t.Fatalf("%d targets, want 1 and %d", len(c.Targets), s.SharedTargets())
+		}
+		if problem, ok := errors.AsType[*Error](err); ok && problem.Source != "s" { // the file is valid
+			t.Fatalf("the error is about %q: %v", problem.Source, problem)
 		}
 	})
 }

@@ -120,8 +120,8 @@ func oneLine(err error) string {
 }
 
 // configOf returns the configuration of the settings in a file, which it does not change. Errors have positions in the
-// text of v, if it is not nil.
-func configOf(source string, settings map[string]any, v *version) (*Config, error) {
+// text of v, if it is not nil. shared says which targets are in another text, or is nil.
+func configOf(source string, settings map[string]any, v *version, shared *sharedPart) (*Config, error) {
 	c := base()
 	var fromFile decoder
 	fromFile.decode("", settings, reflect.ValueOf(&c).Elem())
@@ -146,7 +146,11 @@ func configOf(source string, settings map[string]any, v *version) (*Config, erro
 	errs := fromFile.errs
 	var wrong errorList
 	if len(errs) <= maxErrors { // else join drops them
-		wrong = c.check()
+		own := len(c.Targets)
+		if shared != nil {
+			own = min(own, shared.own)
+		}
+		wrong = c.check(own)
 	}
 	for _, e := range wrong {
 		switch name, ok := names[e.Key]; {
@@ -156,14 +160,19 @@ func configOf(source string, settings map[string]any, v *version) (*Config, erro
 			errs = append(errs, e)
 		}
 	}
-	for _, e := range errs {
-		e.Source = source
-	}
-	if v != nil && len(errs) > 0 {
-		l := newLocator(v)
-		for _, e := range errs[:min(len(errs), maxErrors)] { // join drops the others
-			e.At = l.position(e)
+	locators := map[*version]*locator{}
+	for _, e := range errs[:min(len(errs), maxErrors)] { // join drops the others
+		text := v
+		if shared.assign(e, source) {
+			text = shared.v
 		}
+		if text == nil {
+			continue
+		}
+		if locators[text] == nil {
+			locators[text] = newLocator(text)
+		}
+		e.At = locators[text].position(e)
 	}
 	for _, e := range envErrs {
 		e.Source = "environment"

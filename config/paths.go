@@ -66,7 +66,8 @@ func (d *Document) Process() Process { return d.settingsOnly().Process }
 func (d *Document) settingsOnly() *Config {
 	c := base()
 	var from decoder
-	from.decode("", d.settings, reflect.ValueOf(&c).Elem())
+	settings, _ := d.merged()
+	from.decode("", settings, reflect.ValueOf(&c).Elem())
 	c.complete()
 	return &c
 }

@@ -107,7 +107,7 @@ func (d *Document) writeOnce(path, real string, expected func(old []byte, absent
 		mode = fi.Mode()
 	}
 	// An invalid document may be written, but not one whose secrets others can read.
-	if c, err := configOf(d.source, d.settings, nil); err == nil {
+	if c, err := configOf(d.source, d.settings, nil, nil); err == nil {
 		if err := c.checkFileMode(mode); err != nil {
 			return false, saveError(path, "", err)
 		}

@@ -55,7 +55,7 @@ const (
 
 // Validate returns an error that joins one *Error, without a source, for each problem of c.
 // It checks only c, not the files, devices or addresses of the machine.
-func (c *Config) Validate() error { return c.check().join() }
+func (c *Config) Validate() error { return c.check(len(c.Targets)).join() }
 
 // maxErrors bounds the errors about one configuration.
 const maxErrors = 100
@@ -90,10 +90,12 @@ func checkRange[T cmp.Ordered](errs *errorList, key string, v, least, most T) {
 	}
 }
 
-func (c *Config) check() errorList {
+// check returns the errors of c. The targets from number own on are those of a cluster.
+func (c *Config) check(own int) errorList {
 	var errs errorList
 	c.checkPortals(&errs)
-	c.checkTargets(&errs)
+	c.checkTargets(own, &errs)
+	c.checkSharedTargets(own, &errs)
 	c.checkSecrets(&errs)
 	c.checkIPsec(&errs)
 	c.checkShortSecrets(&errs)
@@ -402,7 +404,8 @@ func (c *Config) checkPortals(errs *errorList) {
 	}
 }
 
-func (c *Config) checkTargets(errs *errorList) {
+// checkTargets checks the targets. Those from number own on may name portal groups of other gateways.
+func (c *Config) checkTargets(own int, errs *errorList) {
 	if c.Targets == nil { // could be a mistake, and would remove all targets
 		errs.addf("targets", "is required: a list of targets, or [] for no target")
 	}
@@ -432,7 +435,9 @@ func (c *Config) checkTargets(errs *errorList) {
 			switch key := index(key+".portal_groups", j); {
 			case slices.Contains(t.PortalGroups[:j], tag):
 				errs.addf(key, "%d appears twice", tag)
-			case !slices.ContainsFunc(c.Portals, func(p Portal) bool { return p.TPGT == tag }):
+			case i >= own && (tag < 1 || tag > maxTPGT):
+				errs.addf(key, "must be 1 to %d, not %d", maxTPGT, tag)
+			case i < own && !slices.ContainsFunc(c.Portals, func(p Portal) bool { return p.TPGT == tag }):
 				errs.addf(key, "no portal has the tpgt %d", tag)
 			}
 		}

@@ -265,7 +265,7 @@ func (s *SharedReservations) setTerm(t *sharedTerm) {
 
 // awaitTerm returns the present term, or nil if ctx ends first.
 func (s *SharedReservations) awaitTerm(ctx context.Context) *sharedTerm {
-	for {
+	for ctx.Err() == nil { // also with a lease: a member that has left must not try again
 		s.mu.Lock()
 		t, changed := s.term, s.changed
 		s.mu.Unlock()
@@ -275,9 +275,9 @@ func (s *SharedReservations) awaitTerm(ctx context.Context) *sharedTerm {
 		select {
 		case <-changed:
 		case <-ctx.Done():
-			return nil
 		}
 	}
+	return nil
 }
 
 // follow calls tell with each member of a unit whose values under prefix change.

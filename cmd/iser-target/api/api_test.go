@@ -56,7 +56,7 @@ func TestOpenAPISchemasAreThoseOfTheTypes(t *testing.T) {
 		schema.State{}, schema.CertificateState{}, schema.User{}, schema.UserState{}, schema.PortalState{}, schema.TargetState{}, schema.LoginState{}, schema.LUNState{}, schema.ReservationState{}, schema.RegistrationState{}, schema.SettingState{}, schema.SpaceState{}, schema.ThresholdState{},
 		schema.SessionState{}, schema.CounterState{}, schema.PhaseState{}, schema.OperationState{}, schema.ConnectionState{}, schema.FramingState{}, schema.Explanation{}, schema.Rule{}, schema.LUNView{}, schema.Event{},
 		schema.Plan{}, schema.Step{}, config.Change{}, schema.Summary{}, schema.LimitState{}, schema.Rate{}, schema.InitiatorRate{},
-		schema.DrainRequest{}, schema.DrainState{}, schema.ClusterState{}, schema.GatewayState{}, schema.SharedLUNState{}, schema.HandOverRequest{}, schema.ClusterMove{}, schema.Upgrade{}, schema.Recovery{}, schema.Snapshot{}, schema.SnapshotRequest{}, schema.CloneSource{}, schema.ChecksumState{}, schema.ScrubRequest{}, schema.Scrub{}, schema.Faults{}, schema.FaultState{},
+		schema.DrainRequest{}, schema.DrainState{}, schema.ClusterState{}, schema.GatewayState{}, schema.SharedLUNState{}, schema.HandOverRequest{}, schema.ClusterConfig{}, schema.ClusterMove{}, schema.Upgrade{}, schema.Recovery{}, schema.Snapshot{}, schema.SnapshotRequest{}, schema.CloneSource{}, schema.ChecksumState{}, schema.ScrubRequest{}, schema.Scrub{}, schema.Faults{}, schema.FaultState{},
 		schema.ConnectionProtection{}, schema.IPsecState{}, schema.IPsecPortal{}, schema.IPsecTarget{}, schema.IPsecConnection{}, schema.IPsecSA{}, schema.IPsecDenials{},
 	} {
 		typ := reflect.TypeOf(v)

@@ -163,7 +163,7 @@ func TestRequestsAreConfined(t *testing.T) {
 			t.Fatal(err)
 		}
 		req.Header.Set("Content-Type", "application/json")
-		if strings.HasPrefix(path, "/v1/config") {
+		if strings.HasPrefix(path, "/v1/config") || strings.HasPrefix(path, "/v1/cluster/config") {
 			req.Header.Set("Content-Type", "application/yaml")
 		}
 		rsp, err := c.Do(req)
@@ -197,6 +197,8 @@ func TestRequestsAreConfined(t *testing.T) {
 		{"a device", "POST", luns, `{"backend": "block", "path": "/dev/sda"}`, "/dev/sda"},
 		{"a plug-in", "POST", luns, `{"backend": "gotgt", "plugin": "file", "path": "/etc/shadow"}`, "its plug-in decides what it opens"},
 		{"the path of a LUN", "PATCH", luns + "/0", fmt.Sprintf(`{"backend": "file", "path": %q}`, data), data},
+		{"a server of all gateways", "POST", "/v1/cluster/config/apply", "targets: [{name: " + store + "x, initiators: ['*'], luns: [{id: 1, backend: nbd, path: 'nbd://192.0.2.1/disk', shared: true, naa: '3000000000000001'}]}]\n", "nbd://192.0.2.1/disk"},
+		{"a secret of all gateways", "POST", "/v1/cluster/config/apply?dry_run=true", fmt.Sprintf("targets: [{name: %sx, initiators: ['*'], auth: {method: chap, users: [{name: u, secret_file: %s}]}}]\n", store, dir+"/other/host.secret"), "host.secret"},
 		{"a secret", "PATCH", target, fmt.Sprintf(`{"auth.users": "[{name: host, secret_file: %s}]"}`, dir+"/other/host.secret"), "host.secret"},
 		{"the state", "POST", "/v1/config/apply", with("state_dir: ", "state_dir: "+dir+"/other/state #"), "other/state"},
 		{"a document", "POST", "/v1/config/apply", with("backend: memory, size: 1MiB", "backend: file, path: "+data+", size: 1MiB"), data},

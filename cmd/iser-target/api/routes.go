@@ -85,7 +85,12 @@ func (s *Server) target(r *http.Request) (any, error) {
 }
 
 func (s *Server) addTarget(r *http.Request) (any, error) {
-	return add(s, r, func(d *config.Document, t *schema.Target) error { return d.AddTarget(targetConfig(t)) })
+	return add(s, r, func(d *config.Document, t *schema.Target) error {
+		if t.Cluster {
+			return d.AddSharedTarget(targetConfig(t))
+		}
+		return d.AddTarget(targetConfig(t))
+	})
 }
 
 // add changes the configuration by edit with the object in the body of r.
@@ -423,6 +428,66 @@ func (s *Server) balance(r *http.Request) (any, error) {
 	return s.d.Balance(r.Context(), dry)
 }
 
+// clusterConfig answers with the targets of the cluster. Only administrators get their secrets, which is an event.
+func (s *Server) clusterConfig(r *http.Request) (any, error) {
+	doc, c, err := s.d.ClusterConfig()
+	if err != nil {
+		return nil, err
+	}
+	text, err := s.visible(r, doc)
+	if err != nil {
+		return nil, err
+	}
+	c.Text = string(text)
+	return c, nil
+}
+
+// visible returns the text of doc as the caller of r may see it. Only administrators get secrets, which is an event.
+func (s *Server) visible(r *http.Request, doc *config.Document) ([]byte, error) {
+	text, secrets, err := doc.WithoutSecrets()
+	if err != nil {
+		return nil, err
+	}
+	if c, _ := r.Context().Value(callerKey{}).(*caller); c != nil && c.role >= roleAdmin {
+		text = doc.Bytes()
+		if secrets > 0 {
+			s.d.Logger().InfoContext(r.Context(), "the secrets of the configuration were read", "event", "control", "secrets", secrets)
+		}
+	}
+	return text, nil
+}
+
+// applyCluster replaces the targets of the cluster by those in the body of r.
+func (s *Server) applyCluster(r *http.Request) (any, error) {
+	o, err := changeOptions(r)
+	if err != nil {
+		return nil, err
+	}
+	q, move := r.URL.Query(), false
+	if err := flag(q, "move", &move); err != nil {
+		return nil, err
+	}
+	b, err := io.ReadAll(http.MaxBytesReader(nil, r.Body, maxDocument))
+	if err != nil {
+		return nil, err
+	}
+	shared, err := config.NewShared(cmp.Or(q.Get("source"), "request"), b, 0)
+	if err != nil {
+		return nil, err
+	}
+	if !trusted(r) {
+		before := s.d.Document()
+		next := before.Clone()
+		next.SetShared(shared)
+		if err := s.checkNames(before, next); err != nil {
+			return nil, err
+		}
+	}
+	ctx, cancel := inTurn(r)
+	defer cancel()
+	return s.d.ApplyCluster(ctx, shared, move, o)
+}
+
 func (s *Server) setLimits(r *http.Request) (any, error) {
 	edit, _, err := editOf(r, (*config.Document).SetLimit)
 	if err != nil {
@@ -502,16 +567,9 @@ func (s *Server) applyDocument(r *http.Request, dry bool) (*schema.Plan, error) 
 
 // exportConfig answers with the configuration. Only administrators get its secrets, which is an event.
 func (s *Server) exportConfig(w http.ResponseWriter, r *http.Request) error {
-	doc := s.d.Document()
-	text, secrets, err := doc.WithoutSecrets()
+	text, err := s.visible(r, s.d.Document())
 	if err != nil {
 		return err
-	}
-	if c, _ := r.Context().Value(callerKey{}).(*caller); c != nil && c.role >= roleAdmin {
-		text = doc.Bytes()
-		if secrets > 0 {
-			s.d.Logger().InfoContext(r.Context(), "the secrets of the configuration were read", "event", "control", "secrets", secrets)
-		}
 	}
 	send(w, http.StatusOK, "application/yaml", text)
 	return nil

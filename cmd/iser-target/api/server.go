@@ -118,6 +118,8 @@ var routes = []route{
 	{"GET /v1/ipsec", roleRead, "", value((*Server).ipsec)},
 	{"GET /v1/cluster", roleRead, "", value((*Server).cluster)},
 	{"POST /v1/cluster/balance", roleOperate, "dry_run", value((*Server).balance)},
+	{"GET /v1/cluster/config", roleRead, "", value((*Server).clusterConfig)},
+	{"POST /v1/cluster/config/apply", roleAdmin, "move source " + options, value((*Server).applyCluster)},
 	{"POST /v1/targets/{target}/luns/{lun}/handover", roleOperate, "", value((*Server).handOver)},
 	{"GET /v1/limits", roleRead, "", value((*Server).limits)},
 	{"PATCH /v1/limits", roleAdmin, options, value((*Server).setLimits)},
@@ -342,6 +344,8 @@ func errorOf(err error) *schema.Error {
 		return &schema.Error{Code: schema.Refused, Message: err.Error(), Hint: "nothing was changed; ask the gateway that serves the LUN: iser-target cluster status"}
 	case errors.Is(err, daemon.ErrCluster):
 		return &schema.Error{Code: schema.Refused, Message: err.Error(), Hint: "nothing was changed"}
+	case errors.Is(err, daemon.ErrStale):
+		return &schema.Error{Code: schema.Busy, Message: err.Error(), Hint: "see iser-target cluster status, and try again"}
 	case errors.Is(err, state.ErrUnreachable):
 		return &schema.Error{Code: schema.Failed, Message: err.Error(), Hint: "check the members of etcd (cluster.etcd)"}
 	case errors.Is(err, daemon.ErrHealthy), errors.Is(err, daemon.ErrInUse):
@@ -401,7 +405,7 @@ func checkContent(r *http.Request) error {
 		return nil
 	}
 	want := "application/json"
-	if strings.HasPrefix(r.URL.Path, "/v1/config/") {
+	if strings.HasPrefix(r.URL.Path, "/v1/config/") || strings.HasPrefix(r.URL.Path, "/v1/cluster/config/") {
 		want = "application/yaml"
 	}
 	switch r.Method {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -25,7 +26,45 @@ after cluster.failback. docs/cluster.md describes clusters.`,
 		example: `  iser-target cluster status
   iser-target cluster status -o json`},
 		func(ctx context.Context, c *call) (schema.ClusterState, error) { return c.Cluster(ctx) }, clusterTable)
-	return group("cluster", "Show and move LUNs that gateways share", status, p.handover(), p.balance())
+	return group("cluster", "Show and move LUNs that gateways share", status, p.handover(), p.balance(), p.clusterConfig())
+}
+
+// clusterConfig returns the commands about the targets that all gateways have.
+func (p *program) clusterConfig() *cobra.Command {
+	show := p.output(verb{use: "show", short: "Print the targets that all gateways have, for administrators with secrets", args: cobra.NoArgs,
+		long: `Print the targets that all gateways of the cluster have, as they run on the gateway
+that is asked. -o json adds their revision in etcd.`,
+		example: `  iser-target cluster config show > cluster.yaml`,
+		run: func(ctx context.Context, c *call) error {
+			s, err := c.ClusterConfig(ctx)
+			if err != nil {
+				return err
+			}
+			if err := checkText([]byte(s.Text)); err != nil {
+				return err
+			}
+			if p.path == nil && p.format == "table" {
+				_, err = io.WriteString(c.cmd.OutOrStdout(), s.Text)
+				return err
+			}
+			return p.print(c.cmd.OutOrStdout(), s, nil)
+		}})
+	var move bool
+	apply := p.change(verb{use: "apply FILE", short: "Make the targets of a file those of all gateways", args: cobra.ExactArgs(1), complete: yamlFiles, shrinks: true,
+		long: `Make the targets of a file those of all gateways of the cluster, in the place of those
+in etcd. The file has the key targets alone, and all LUNs are shared. - reads standard
+input. The plan is that of the gateway that is asked. The other gateways follow at once,
+and allow what you allow here: see cluster status.`,
+		example: `  iser-target cluster config apply cluster.yaml --dry-run`},
+		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, error) {
+			source, b, err := c.readDocument(ctx)
+			if err != nil {
+				return nil, err
+			}
+			return c.ApplyCluster(ctx, source, b, move, o)
+		})
+	apply.Flags().BoolVar(&move, "move", false, "remove targets of the same names from the configuration file of the gateway that is asked")
+	return group("config", "Show and change the targets that all gateways have", show, apply)
 }
 
 func clusterTable(t *table, s schema.ClusterState) {
@@ -36,6 +75,9 @@ func clusterTable(t *table, s schema.ClusterState) {
 	if s.Conflict != "" {
 		t.row("conflict", s.Conflict)
 	}
+	if s.Config != 0 {
+		t.row("configuration", fmt.Sprintf("revision %d", s.Config))
+	}
 	for _, g := range s.Gateways {
 		says := fmt.Sprintf("LUNs %d, version %s", g.LUNs, g.Version)
 		if g.Draining {
@@ -43,6 +85,12 @@ func clusterTable(t *table, s schema.ClusterState) {
 		}
 		if g.Unable > 0 {
 			says += fmt.Sprintf(", LUNs that it cannot serve %d", g.Unable)
+		}
+		if g.Config != 0 || s.Config != 0 {
+			says += fmt.Sprintf(", configuration %d", g.Config)
+		}
+		if g.ConfigReason != "" {
+			says += ", cannot apply a newer one: " + g.ConfigReason
 		}
 		t.row("member "+g.Name, says)
 	}
@@ -181,6 +229,9 @@ func clusterFindings(s *schema.ClusterState) (list []Finding) {
 	}
 	takers := 0
 	for _, g := range s.Gateways {
+		if g.ConfigReason != "" {
+			list = append(list, Finding{problem, "cluster", fmt.Sprintf("gateway %s runs configuration %d of the cluster, and cannot apply a newer one: %s", g.Name, g.Config, g.ConfigReason), ""})
+		}
 		if !g.Draining {
 			takers++
 		}

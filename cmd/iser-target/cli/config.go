@@ -93,8 +93,8 @@ standard input.`},
 			if err != nil {
 				return err
 			}
-			if i := bytes.IndexFunc(b, func(r rune) bool { return unicode.IsControl(r) && r != '\n' && r != '\t' && r != '\r' }); i >= 0 {
-				return fmt.Errorf("the answer is not a configuration: it has a control character at byte %d", i)
+			if err := checkText(b); err != nil {
+				return err
 			}
 			_, err = c.cmd.OutOrStdout().Write(b)
 			return err
@@ -113,6 +113,14 @@ standard input.`},
 	}
 	validate.Flags().BoolVar(&checkPaths, "check-paths", false, "check on this machine that the files and devices of LUNs can be opened, or created, and that web configuration files can be used")
 	return group("config", "Check, plan, apply, edit and restore the configuration", append(p.history(), asksNoTarget(validate), asksNoTarget(schemaCommand), plan, apply, export, asksNoTarget(p.importCommand()))...)
+}
+
+// checkText refuses a configuration that could do harm to a terminal.
+func checkText(b []byte) error {
+	if i := bytes.IndexFunc(b, func(r rune) bool { return unicode.IsControl(r) && r != '\n' && r != '\t' && r != '\r' }); i >= 0 {
+		return fmt.Errorf("the answer is not a configuration: it has a control character at byte %d", i)
+	}
+	return nil
 }
 
 // lookAtPaths returns an error for each LUN of cfg whose file or device a target on this machine could neither open nor create,

@@ -97,7 +97,9 @@ func TestClusterFindings(t *testing.T) {
 		"no owner": {func(s *schema.ClusterState) { s.LUNs[0].Owner = "" }, "problem: no gateway serves LUN 1 of t"},
 		"alone":    {func(s *schema.ClusterState) { s.Gateways = s.Gateways[:1] }, "warning: 1 gateway takes LUNs, so that nobody takes over if it ends"},
 		"draining": {func(s *schema.ClusterState) { s.Gateways[1].Draining = true }, "warning: 1 gateway takes LUNs, so that nobody takes over if it ends"},
-		"unable":   {func(s *schema.ClusterState) { s.Gateways[1].Unable = 3 }, "warning: gateway b cannot serve 3 LUNs"},
+		"an old configuration": {func(s *schema.ClusterState) { s.Gateways[1].Config, s.Gateways[1].ConfigReason = 7, "it lacks a file" },
+			"problem: gateway b runs configuration 7 of the cluster, and cannot apply a newer one: it lacks a file"},
+		"unable": {func(s *schema.ClusterState) { s.Gateways[1].Unable = 3 }, "warning: gateway b cannot serve 3 LUNs"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := good()

@@ -168,6 +168,7 @@ func (p *program) target() *cobra.Command {
 	f.IntSliceVar(&t.PortalGroups, "portal-group", nil, "tag of a portal group that serves the target; repeatable (default: all)")
 	f.StringVar(&t.IPsec, "ipsec", "", "off, audit or required (default: off)")
 	f.StringVar(&t.IPsecProfile, "ipsec-profile", "", "profile of the configuration that says which protection is good enough")
+	f.BoolVar(&t.Cluster, "cluster", false, "let all gateways of the cluster have the target; its LUNs are shared")
 	remove := p.change(verb{names: targetRequired, use: "delete TARGET", short: "Delete a target with its LUNs; their files and devices stay",
 		args: cobra.ExactArgs(1), complete: p.complete(targets)},
 		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, error) {

@@ -29,7 +29,7 @@ var argsOf = map[string][]string{
 	"reservation list": {}, "reservation clear": {"t", "0", "--disrupt"},
 	"initiator list": {}, "initiator allow": {"t", "*"}, "initiator deny": {"t", "*"},
 	"auth user create": {"t", "u", "--secret-file", "/s"}, "auth user list": {"t"}, "auth user delete": {"t", "u"}, "auth user rotate": {"t", "u", "--end"},
-	"cluster status": {}, "cluster balance": {}, "cluster handover": {"t", "0", "g"},
+	"cluster status": {}, "cluster balance": {}, "cluster config show": {}, "cluster config apply": {"-"}, "cluster handover": {"t", "0", "g"},
 	"ipsec status": {}, "limits": {}, "limits set": {"queue_depth=64"},
 	"config plan": {"-"}, "config apply": {"-"}, "config export": {},
 	"events": {"--follow"}, "top": {"-n", "1"}, "explain": {"--initiator", "iqn.2026-11.io.example:a", "--target", "iqn.2026-11.io.example:store"},

@@ -77,9 +77,9 @@ func (d *Daemon) Change(ctx context.Context, edit func(*config.Document) error, 
 }
 
 // Apply makes doc the running configuration. What doc has in common with the running
-// document is not touched.
+// document is not touched. The targets of the cluster stay.
 func (d *Daemon) Apply(ctx context.Context, doc *config.Document, o ChangeOptions) (*schema.Plan, error) {
-	return d.change(ctx, o, fromElsewhere, func() (*config.Document, error) { return doc, nil })
+	return d.change(ctx, o, fromElsewhere, func() (*config.Document, error) { return d.withShared(doc), nil })
 }
 
 // ApplyOwn applies a document that is the text of the configuration file. It fails with
@@ -94,38 +94,73 @@ func (d *Daemon) ApplyOwn(ctx context.Context, doc *config.Document, o ChangeOpt
 		if err == nil && !bytes.Equal(b, doc.Bytes()) {
 			err = d.edited()
 		}
-		return doc, err
+		return d.withShared(doc), err
 	})
 }
 
 // applyFile applies the configuration file. It reads the file when the change begins,
 // after earlier changes have written it.
 func (d *Daemon) applyFile(ctx context.Context) error {
-	_, err := d.change(ctx, ChangeOptions{}, fromFile, func() (*config.Document, error) { return config.OpenDocument(d.path) })
+	_, err := d.change(ctx, ChangeOptions{}, fromFile, func() (*config.Document, error) {
+		doc, err := config.OpenDocument(d.path)
+		if err != nil {
+			return nil, err
+		}
+		return d.withShared(doc), nil
+	})
 	return err
 }
 
+// maxStale bounds how often a change is made again because another gateway has changed the targets of the cluster.
+const maxStale = 5
+
 // change makes the document that next returns the running one, or only plans that with
 // DryRun, which waits for no other change. from says what the file may contain. What the
-// change removes ends after the editor is released, while other changes are made.
+// change removes ends after the editor is released, while other changes are made. If another gateway has changed the targets of the cluster
+// meanwhile, change applies these, and calls next again.
 func (d *Daemon) change(ctx context.Context, o ChangeOptions, from origin, next func() (*config.Document, error)) (*schema.Plan, error) {
 	if o.DryRun {
 		return d.dryRun(ctx, o, from, next)
 	}
+	for tries := 1; ; tries++ {
+		plan, err := d.changeOnce(ctx, o, from, next)
+		if !errors.Is(err, ErrStale) || tries == maxStale {
+			return plan, err
+		}
+		if newer := d.takeShared(ctx); newer != nil {
+			return plan, fmt.Errorf("%w. This gateway cannot apply them: %w", err, newer)
+		}
+	}
+}
+
+// changeOnce makes the document that next returns the running one. It fails with ErrStale if the targets of the cluster are not those that run.
+func (d *Daemon) changeOnce(ctx context.Context, o ChangeOptions, from origin, next func() (*config.Document, error)) (*schema.Plan, error) {
 	e, err := d.edit(ctx)
 	if err != nil {
 		return nil, err
 	}
 	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
-	defer cancel()
-	defer context.AfterFunc(d.changes.ended, cancel)() // a shutdown does not wait until removed LUNs drain
+	end := context.AfterFunc(d.changes.ended, cancel) // a shutdown does not wait until removed LUNs drain
 	rest, plan, err := e.commit(ctx, from, next, o)
 	if err != nil {
+		end()
+		cancel()
 		return plan, err
 	}
-	defer d.changes.cleanups.Done()
-	d.applied.succeed()
-	note(plan, d.path == "", rest.run())
+	finish := func() []string {
+		defer d.changes.cleanups.Done()
+		defer cancel()
+		defer end()
+		return rest.run()
+	}
+	if from != fromCluster {
+		d.applied.succeed()
+	}
+	if o.follow {
+		go finish()
+		return plan, nil
+	}
+	note(plan, !plan.Persisted, finish())
 	return plan, nil
 }
 
@@ -147,7 +182,7 @@ func (d *Daemon) dryRun(ctx context.Context, o ChangeOptions, from origin, next 
 	}
 	forecast := d.ipsec.forecast(ctx, cfg)
 	d.mu.Lock()
-	if n := d.served.next; from == fromElsewhere && n != nil && bytes.Equal(doc.Bytes(), n.Bytes()) {
+	if n := d.served.next; from == fromElsewhere && n != nil && doc.Equal(n) {
 		d.mu.Unlock()
 		return &schema.Plan{Steps: []schema.Step{}}, nil // a change in progress applies this document already
 	}
@@ -174,7 +209,9 @@ func (e *editor) commit(ctx context.Context, from origin, next func() (*config.D
 	plan := d.plan(cfg, forecast)
 	d.mu.Unlock()
 	if err := cmp.Or(checkNames(plan), allowed(plan, o)); err != nil {
-		d.log.WarnContext(ctx, "change refused", eventKey, "config", "reason", err)
+		if !o.follow { // takeShared logs it once
+			d.log.WarnContext(ctx, "change refused", eventKey, "config", "reason", err)
+		}
 		return nil, plan, err
 	}
 	if err := e.prepare(ctx, plan, cfg); err != nil {
@@ -183,21 +220,27 @@ func (e *editor) commit(ctx context.Context, from origin, next func() (*config.D
 	if err := d.publish(ctx, o.File); err != nil {
 		return nil, plan, err
 	}
-	c := &change{editor: e, ctx: ctx, o: o, plan: plan, cfg: cfg}
+	c := &change{editor: e, ctx: ctx, o: o, from: from, plan: plan, cfg: cfg}
+	c.edited = doc.Shared() != nil && doc.Shared().Unkept()
+	takeBack, err := e.storeShared(ctx, doc)
 	e.write(func() { d.served.next = doc })
 	defer e.write(func() { d.served.next = nil })
-	err = e.save(doc, from) // from here on a start finds the new configuration
+	if err == nil {
+		err = e.save(doc, from) // from here on a start finds the new configuration
+	}
 	saved := err == nil
 	if saved {
 		err = c.run()
 	}
 	if err != nil {
-		if undo := errors.Join(c.rollBack(), e.restore(doc, from, saved)); undo == nil {
+		if undo := errors.Join(c.rollBack(), e.restore(doc, from, saved), takeBack()); undo == nil {
 			err = fmt.Errorf("%w. Nothing was changed", err)
 		} else {
 			err = fmt.Errorf("%w. Undoing the change failed, too, in part: %w", err, undo)
 		}
-		d.log.ErrorContext(ctx, "change failed", eventKey, "config", "reason", err)
+		if !o.follow && !errors.Is(err, ErrStale) {
+			d.log.ErrorContext(ctx, "change failed", eventKey, "config", "reason", err)
+		}
 		return nil, plan, err
 	}
 	if o.File != nil {
@@ -218,7 +261,8 @@ func (c *change) complete(next *config.Document) {
 		d.served.doc, d.served.cfg, d.served.pending = next, c.effective(), pending(c.plan)
 		d.limitThreads(d.served.cfg)
 	})
-	c.plan.Persisted = d.path != ""
+	d.group.runs(next)
+	c.plan.Persisted = d.path != "" || c.from == fromCluster || c.edited
 	for i := range c.plan.Steps {
 		s := &c.plan.Steps[i]
 		s.Done = !s.Restart
@@ -277,10 +321,13 @@ type change struct {
 	*editor
 	ctx   context.Context
 	o     ChangeOptions
+	from  origin
 	plan  *schema.Plan
 	cfg   *config.Config // the next one
 	undo  []func() error
 	notes []string
+
+	edited bool // the targets of the cluster: the other gateways follow
 
 	news     []func() // what complete logs about LUNs
 	removals []*removal

@@ -30,7 +30,13 @@ func (c *change) open(t *servedTarget, l config.LUN) error {
 	if err := c.freePath(l.Path); err != nil {
 		return err
 	}
-	served, err := c.openLUN(c.ctx, t, l)
+	var served *servedLUN
+	var err error
+	if c.o.follow { // as at a start: one medium out of reach keeps nothing else away
+		served, err = c.openOrRetry(c.ctx, d.waits.store, t, l)
+	} else {
+		served, err = c.openLUN(c.ctx, t, l)
+	}
 	if err != nil {
 		return err
 	}
@@ -180,20 +186,29 @@ func (c *change) remask(t *servedTarget, next config.LUN) error {
 
 // resize changes the size of the LUN. Size 0 keeps the size of the medium.
 func (c *change) resize(t *servedTarget, next config.LUN) error {
+	d := c.d
 	l := c.copyOf(t, next.ID)
 	if l.Size == next.Size {
 		return nil
 	}
-	if next.Size != 0 {
+	switch {
+	case next.Size == 0:
+	case c.elsewhere(&next):
+		if c.edited {
+			if err := d.group.awaitSize(c.ctx, &next); err != nil {
+				return err
+			}
+		}
+	default:
 		if err := mayResize(t.name, &l); err != nil {
 			return err
 		}
-		r := resizing{d: c.d, t: t, unit: l.unit, next: next, old: l.unit.Size()}
+		r := resizing{d: d, t: t, unit: l.unit, next: next, old: l.unit.Size()}
 		if err := r.to(c.ctx, int64(next.Size)); err != nil {
 			return err
 		}
 		if l.Shared {
-			if err := c.d.group.noteMedium(c.ctx, l.unit.Identity().Serial, l.unit.Info()); err != nil {
+			if err := d.group.noteMedium(c.ctx, l.unit.Identity().Serial, l.unit.Info()); err != nil {
 				return errors.Join(err, r.to(c.lasting(), r.old))
 			}
 		}
@@ -203,6 +218,11 @@ func (c *change) resize(t *servedTarget, next config.LUN) error {
 	l.Size = next.Size
 	c.update(t, &l)
 	return nil
+}
+
+// elsewhere reports whether l is a LUN of the cluster whose size another gateway sets.
+func (c *change) elsewhere(l *config.LUN) bool {
+	return l.Shared && (c.edited || c.o.follow) && !c.d.group.servesHere(l)
 }
 
 // A resizing is the change of the size of one LUN.

@@ -127,7 +127,7 @@ func (c *change) refreshPaths() error {
 			return err
 		}
 		if oc := targetOf(d.served.cfg, t.name); oc != nil {
-			if slices.Equal(d.served.cfg.TPGTs(oc), ic.PortalGroups) {
+			if slices.Equal(portalGroups(d.served.cfg, oc), ic.PortalGroups) {
 				continue
 			}
 			was, err := t.config(oc, d.served.cfg)
@@ -135,14 +135,14 @@ func (c *change) refreshPaths() error {
 				return err
 			}
 			c.onUndo(func() error {
-				d.setPorts(t, was.PortalGroups)
+				d.setPorts(t, d.served.cfg.TPGTs(oc))
 				return d.node.UpdateTarget(was)
 			})
 		}
 		if err := d.node.UpdateTarget(ic); err != nil {
 			return err
 		}
-		d.setPorts(t, ic.PortalGroups)
+		d.setPorts(t, c.cfg.TPGTs(tc))
 	}
 	return nil
 }

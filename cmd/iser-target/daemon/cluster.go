@@ -52,7 +52,8 @@ type group struct {
 	media  map[string]noted      // the same, also of LUNs that this gateway does not have
 	own    map[string][]uint16   // tags of the portal groups that lead to each target
 	others map[string][]uint16   // those of other gateways
-	wake   chan struct{}         // closed when media have changed
+	config groupConfig
+	wake   chan struct{} // closed when media have changed
 }
 
 // A noted medium is what the home has of it.
@@ -124,9 +125,12 @@ type gatewayNote struct {
 	Version string              `json:"version"`
 	Tags    map[string][]uint16 `json:"tags"` // of the portal groups that lead to each target
 	LUNs    []string            `json:"luns"` // shared ones that it has, by their NAA; nil: it is of a version that does not say
+	// Config is the revision of the targets of the cluster that run there, and ConfigReason why a newer one does not.
+	Config       int64  `json:"config,omitempty"`
+	ConfigReason string `json:"config_reason,omitempty"`
 }
 
-// openGroup connects to etcd. It waits for an answer for a short time only.
+// openGroup connects to etcd, and adds the targets of the cluster to the configuration. It waits for an answer for a short time only.
 func (d *Daemon) openGroup(cfg *config.Config) error {
 	if cfg.Cluster.Name == "" {
 		return nil
@@ -142,23 +146,26 @@ func (d *Daemon) openGroup(cfg *config.Config) error {
 		return fmt.Errorf("cluster: %w", errors.Join(err, home.Close()))
 	}
 	g.ctx, g.end = context.WithCancel(context.Background())
-	g.own = targetTags(cfg)
+	d.group = g
 	ctx, cancel := context.WithTimeout(g.ctx, joinTime)
 	defer cancel()
-	if list, err := home.List(ctx, mediumKey); err != nil {
-		d.log.Error("etcd does not answer: shared LUNs are not ready", eventKey, "cluster", "reason", err)
-	} else {
-		for _, v := range list {
-			g.learnMedium(v)
-		}
+	list, silent := home.List(ctx, mediumKey)
+	if silent != nil {
+		d.log.Error("etcd does not answer: shared LUNs are not ready, and the targets of the cluster are not known", eventKey, "cluster", "reason", silent)
+	}
+	for _, v := range list {
+		g.learnMedium(v)
 	}
 	if err := g.openRecords(ctx); err != nil && !errors.Is(err, state.ErrUnreachable) {
 		d.log.Error("settings of shared LUNs cannot be read: they are not ready", eventKey, "cluster", "reason", err)
 	}
 	g.done.Go(g.followMedia)
 	g.done.Go(g.followRecords)
-	d.group = g
-	return nil
+	err = g.startConfig(silent == nil)
+	g.mu.Lock()
+	g.own = targetTags(d.served.cfg)
+	g.mu.Unlock()
+	return err
 }
 
 // openHome returns the home of the group in etcd.
@@ -395,7 +402,10 @@ func (g *group) join() error {
 
 // note returns what this gateway tells the others. g.mu is held.
 func (g *group) note() json.RawMessage {
-	n := gatewayNote{g.d.version, g.own, slices.AppendSeq([]string{}, maps.Keys(g.luns))}
+	n := gatewayNote{
+		Version: g.d.version, Tags: g.own, LUNs: slices.AppendSeq([]string{}, maps.Keys(g.luns)),
+		Config: g.config.running, ConfigReason: g.config.reason,
+	}
 	slices.Sort(n.LUNs)
 	text, err := json.Marshal(n)
 	if err != nil {
@@ -913,6 +923,7 @@ func (d *Daemon) Cluster() (*schema.ClusterState, error) {
 	}
 	owns, has := map[string]int{}, map[string]bool{}
 	g.mu.Lock()
+	st.Config = max(g.config.newest, g.config.running)
 	st.Conflict = g.learnTags()
 	for _, serial := range slices.Sorted(maps.Keys(g.luns)) {
 		l := g.luns[serial]
@@ -934,7 +945,7 @@ func (d *Daemon) Cluster() (*schema.ClusterState, error) {
 				unable++
 			}
 		}
-		st.Gateways = append(st.Gateways, schema.GatewayState{Name: m.Name, Version: n.Version, Draining: m.Draining, LUNs: owns[m.Name], Unable: unable})
+		st.Gateways = append(st.Gateways, schema.GatewayState{Name: m.Name, Version: n.Version, Draining: m.Draining, LUNs: owns[m.Name], Unable: unable, Config: n.Config, ConfigReason: n.ConfigReason})
 	}
 	return st, nil
 }

@@ -4,7 +4,8 @@
 // A config.Document says what runs. A change is another document: Change edits a copy of
 // the running one, Apply takes a new one. The daemon computes the difference as a plan. It
 // refuses the plan, or saves the document and takes the steps (change.go). Changes are
-// made one after the other; the right to make one is an editor.
+// made one after the other; the right to make one is an editor. The targets of a cluster are a part of the document that is kept in etcd
+// (cluster_config.go).
 package daemon
 
 import (
@@ -285,7 +286,10 @@ func (d *Daemon) open(control func(*Daemon) error) error {
 		return err
 	}
 	defer e.release()
-	cfg := d.served.cfg
+	if err := d.openGroup(d.served.cfg); err != nil {
+		return err
+	}
+	cfg := d.served.cfg // with the targets of the cluster
 	d.checkThreads(cfg, limits.ThisMachine().Threads)
 	if err := d.checkDescriptors(cfg); err != nil {
 		return err
@@ -295,9 +299,6 @@ func (d *Daemon) open(control func(*Daemon) error) error {
 	}
 	// Files come last, so that a start that fails before leaves none.
 	if err := d.openState(cfg.StateDir); err != nil {
-		return err
-	}
-	if err := d.openGroup(cfg); err != nil {
 		return err
 	}
 	d.warnOfFreshState(cfg)
@@ -442,6 +443,7 @@ func (d *Daemon) Run(ctx context.Context) error {
 		if err := d.group.join(); err != nil {
 			d.log.Error("the target cannot join its cluster", eventKey, "cluster", "reason", err)
 		}
+		d.group.done.Go(d.group.followConfig)
 	}
 	for _, run := range d.continued {
 		d.net.wg.Go(run)

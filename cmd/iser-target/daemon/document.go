@@ -20,6 +20,7 @@ const (
 	fromElsewhere origin = iota // the file may contain anything
 	fromRunning                 // an edit of the running document: the file contains that
 	fromFile                    // the file contains the document; save does not write it
+	fromCluster                 // the targets of the cluster change, and the file may contain anything
 )
 
 // checkEdited fails with ErrEdited if the file is neither the running document nor that
@@ -124,7 +125,7 @@ func (d *Daemon) publish(ctx context.Context, file *FileBuilder) error {
 // ErrEdited if the file has a text that from does not allow.
 func (e *editor) save(doc *config.Document, from origin) error {
 	d := e.d
-	if d.path == "" {
+	if d.path == "" || from == fromCluster {
 		return nil
 	}
 	if err := d.before("save"); err != nil {
@@ -151,7 +152,7 @@ func (e *editor) save(doc *config.Document, from origin) error {
 func (e *editor) restore(next *config.Document, from origin, saved bool) error {
 	d := e.d
 	err := e.keepShrinks(nil)
-	if d.path == "" || from == fromFile {
+	if d.path == "" || from == fromFile || from == fromCluster || bytes.Equal(next.Bytes(), d.served.doc.Bytes()) {
 		return err
 	}
 	b, rerr := config.ReadFile(d.path)
@@ -163,7 +164,7 @@ func (e *editor) restore(next *config.Document, from origin, saved bool) error {
 	case rerr != nil && !errors.Is(rerr, fs.ErrNotExist):
 		return errors.Join(err, rerr)
 	}
-	rerr = d.served.doc.SaveOver(d.path, next.Bytes())
+	rerr = d.served.doc.Clone().SaveOver(d.path, next.Bytes()) // others may read the document
 	if errors.Is(rerr, config.ErrChanged) {
 		rerr = nil
 	}

@@ -109,9 +109,12 @@ func (a *applied) fail() {
 // warn logs what the user should know about the running configuration.
 func (d *Daemon) warn() {
 	d.mu.Lock()
-	cfg, pending := d.served.cfg, slices.Clone(d.served.pending)
+	doc, cfg, pending := d.served.doc, d.served.cfg, slices.Clone(d.served.pending)
 	d.mu.Unlock()
 	list := cfg.Warnings() // without the lock: a directory of a secret file may be on a disk that hangs
+	for i, w := range list {
+		list[i] = doc.Located(w)
+	}
 	if d.path != "" {
 		if w := config.LooseDirectory(d.path); w != "" {
 			list = append(list, d.path+": "+w)

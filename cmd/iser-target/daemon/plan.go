@@ -25,6 +25,10 @@ type ChangeOptions struct {
 	// File is the file of a LUN that the change adds, or nil. It exists after a change that
 	// succeeds.
 	File *FileBuilder
+
+	// follow says that the change was made through another gateway of the cluster: it does not wait until what it removes has ended, and
+	// a LUN whose medium is out of reach is not ready.
+	follow bool
 }
 
 // drain returns the time that removed sessions and commands have to end.

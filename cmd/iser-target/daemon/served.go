@@ -141,8 +141,17 @@ func (t *servedTarget) config(c *config.Target, cfg *config.Config) (iscsi.Targe
 		},
 		Name: c.Name, Alias: c.Alias, Initiators: initiators, Networks: networks, ResetsFor: resetters, Auth: chap,
 		Redirect: iscsi.Redirect{Address: c.Redirect.To, Permanent: c.Redirect.Permanent},
-		LUNs:     t.inventory, PortalGroups: cfg.TPGTs(c), Protected: c.Demand() == ipsec.Required,
+		LUNs:     t.inventory, PortalGroups: portalGroups(cfg, c), Protected: c.Demand() == ipsec.Required,
 	}, nil
+}
+
+// portalGroups returns the portal groups that lead to c. A target of the cluster may only have groups of other gateways: then it is
+// group 0, which no portal has, because none would mean all.
+func portalGroups(cfg *config.Config, c *config.Target) []uint16 {
+	if tags := cfg.TPGTs(c); len(tags) > 0 {
+		return tags
+	}
+	return []uint16{0}
 }
 
 // add shows l to the initiators.

@@ -393,6 +393,9 @@ func (u *upgrade) give() error {
 func (u *upgrade) collect(s *handover.Sender, wanted func(name string) bool) (*handover.State, error) {
 	d := u.d
 	st := &handover.State{Format: handover.Format, Version: d.version, Started: d.started, Document: string(u.doc.Bytes()), Pid: os.Getpid()}
+	if shared := u.doc.Shared(); shared != nil {
+		st.Cluster = &handover.Cluster{Text: string(shared.Bytes()), Revision: shared.Revision()}
+	}
 	if err := d.listeners.Add(s, wanted); err != nil {
 		return nil, err
 	}

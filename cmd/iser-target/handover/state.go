@@ -51,9 +51,16 @@ type State struct {
 	Sessions []iscsi.SessionState `json:"sessions"`
 	Serials  map[string]string    `json:"serials,omitempty"` // of LUNs, by key of identity; with a state directory they are there
 	Passed   []string             `json:"passed,omitempty"`  // portals whose sockets the service manager has
+	Cluster  *Cluster             `json:"cluster,omitempty"` // nil: the targets of the cluster are not known, or the version did not send them
 	// Supervised says that the supervisor has been heard of.
 	Supervised bool   `json:"supervised,omitempty"`
 	Files      []File `json:"files"` // in the order in which they are sent
+}
+
+// A Cluster has the targets that the cluster of the target has.
+type Cluster struct {
+	Text     string `json:"text"` // YAML
+	Revision int64  `json:"revision"`
 }
 
 // A LUN is a logical unit that is ready.

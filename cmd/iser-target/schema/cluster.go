@@ -7,6 +7,7 @@ type ClusterState struct {
 	Conflict string           `json:"conflict,omitempty"` // what is wrong with the portal groups
 	Gateways []GatewayState   `json:"gateways"`           // that are there
 	LUNs     []SharedLUNState `json:"luns"`               // that this gateway has a part in
+	Config   int64            `json:"config,omitempty"`   // newest revision of the targets of the cluster that this gateway has seen
 }
 
 // A GatewayState is a gateway of a group.
@@ -16,6 +17,17 @@ type GatewayState struct {
 	Draining bool   `json:"draining,omitempty"` // it takes no LUN
 	LUNs     int    `json:"luns"`               // that it serves, of those in ClusterState
 	Unable   int    `json:"unable,omitempty"`   // LUNs of those that it could not open, or has no part in
+	// Config is the revision of the targets of the cluster that it runs, and ConfigReason why it does not run a newer one.
+	Config       int64  `json:"config,omitempty"`
+	ConfigReason string `json:"config_reason,omitempty"`
+}
+
+// A ClusterConfig is what the gateways of a cluster have in common: its targets, as they run on one gateway.
+type ClusterConfig struct {
+	Revision int64  `json:"revision"`         // 0: etcd has none
+	Newest   int64  `json:"newest"`           // of the text that etcd has
+	Reason   string `json:"reason,omitempty"` // why the newest does not run there
+	Text     string `json:"text"`             // YAML, with the key targets
 }
 
 // A SharedLUNState is a LUN that gateways share.

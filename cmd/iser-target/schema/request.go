@@ -16,6 +16,7 @@ type Target struct {
 	PortalGroups []int    `json:"portal_groups,omitempty"`
 	IPsec        string   `json:"ipsec,omitempty"` // off, audit or required
 	IPsecProfile string   `json:"ipsec_profile,omitempty"`
+	Cluster      bool     `json:"cluster,omitempty"` // all gateways of the cluster have it
 }
 
 // A LUN is the body of a request that adds a LUN. Its fields are the keys of the configuration.

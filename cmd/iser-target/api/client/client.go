@@ -419,19 +419,19 @@ func (c *Client) Snapshots(ctx context.Context, target string) ([]schema.Snapsho
 // Snapshot makes a snapshot of a LUN. With dryRun it only looks whether that is possible.
 func (c *Client) Snapshot(ctx context.Context, target string, id int, name string, dryRun bool) (schema.Snapshot, error) {
 	var s schema.Snapshot
-	err := c.call(ctx, http.MethodPost, lunPath(target, id)+"/snapshots", query("dry_run", dryText(dryRun)), schema.SnapshotRequest{Name: name}, &s)
+	err := c.call(ctx, http.MethodPost, lunPath(target, id)+"/snapshots", query("dry_run", trueText(dryRun)), schema.SnapshotRequest{Name: name}, &s)
 	return s, err
 }
 
 // DeleteSnapshot deletes a snapshot of a LUN. With dryRun it only looks whether that is possible.
 func (c *Client) DeleteSnapshot(ctx context.Context, target string, id int, name string, dryRun bool) (schema.Snapshot, error) {
 	var s schema.Snapshot
-	err := c.call(ctx, http.MethodDelete, lunPath(target, id)+"/snapshots/"+url.PathEscape(name), query("dry_run", dryText(dryRun)), nil, &s)
+	err := c.call(ctx, http.MethodDelete, lunPath(target, id)+"/snapshots/"+url.PathEscape(name), query("dry_run", trueText(dryRun)), nil, &s)
 	return s, err
 }
 
-func dryText(dry bool) string {
-	if dry {
+func trueText(on bool) string {
+	if on {
 		return "true"
 	}
 	return ""
@@ -542,8 +542,19 @@ func (c *Client) HandOver(ctx context.Context, target string, id int, to string)
 
 // Balance spreads the shared LUNs evenly over the gateways, or only returns the moves.
 func (c *Client) Balance(ctx context.Context, dryRun bool) (moves []schema.ClusterMove, err error) {
-	err = c.call(ctx, http.MethodPost, "/v1/cluster/balance", query("dry_run", dryText(dryRun)), nil, &moves)
+	err = c.call(ctx, http.MethodPost, "/v1/cluster/balance", query("dry_run", trueText(dryRun)), nil, &moves)
 	return moves, err
+}
+
+// ClusterConfig returns the targets of the cluster, as they run on the target.
+func (c *Client) ClusterConfig(ctx context.Context) (schema.ClusterConfig, error) {
+	return get[schema.ClusterConfig](ctx, c, "/v1/cluster/config", nil)
+}
+
+// ApplyCluster makes the targets in the text, YAML with the key targets, those of all gateways of the cluster. With move, targets of the same
+// names leave the configuration file of the target that is asked.
+func (c *Client) ApplyCluster(ctx context.Context, source string, text []byte, move bool, o schema.Options) (*schema.Plan, error) {
+	return c.change(ctx, http.MethodPost, "/v1/cluster/config/apply", values(o, "source", source, "move", trueText(move)), document(text))
 }
 
 // Limits returns the limits of what initiators share, and their present use.
