@@ -140,7 +140,7 @@ func (c *cluster) do(p nodePath, command func() *initiator.Command) byte {
 	}
 }
 
-// nodeWrite is a WRITE of the node, to the last block.
+// nodeWrite returns a WRITE of the node to the last block.
 func (c *cluster) nodeWrite() *initiator.Command {
 	return &initiator.Command{CDB: cdb.Write16(clusterSize/512-1, 1), Out: make([]byte, 512)}
 }
