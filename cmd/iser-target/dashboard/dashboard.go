@@ -41,6 +41,7 @@ var files embed.FS
 // A Source is the target that the dashboard shows.
 type Source interface {
 	State() schema.State
+	Cluster() (*schema.ClusterState, error) // fails with an ErrCluster if the target is in no cluster at present
 	Events(since uint64) []schema.Event
 	Limits() []schema.LimitState
 	Health(ctx context.Context) (string, error)

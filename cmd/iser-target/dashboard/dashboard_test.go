@@ -16,21 +16,32 @@ import (
 	"testing"
 	"time"
 
+	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 )
 
 // A fake is a target with the state and events of a test.
 type fake struct {
-	mu     sync.Mutex
-	state  schema.State
-	events []schema.Event
-	limits []schema.LimitState
-	sick   error // of both probes
+	mu      sync.Mutex
+	state   schema.State
+	events  []schema.Event
+	limits  []schema.LimitState
+	cluster *schema.ClusterState // nil: none
+	sick    error                // of both probes
 }
 
 func (f *fake) Health(context.Context) (string, error) { return "ok", f.sick }
 
 func (f *fake) Readiness(context.Context) (string, error) { return "serving", f.sick }
+
+func (f *fake) Cluster() (*schema.ClusterState, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.cluster == nil {
+		return nil, daemon.ErrCluster
+	}
+	return f.cluster, nil
+}
 
 func (f *fake) Limits() []schema.LimitState {
 	f.mu.Lock()
@@ -374,6 +385,43 @@ func TestRatesAreTheDifferenceOfTwoSamples(t *testing.T) {
 	}
 	if len(a.LUNs.Rows) != 4 || len(a.Points) != 1 || a.Points[0].Number != 1 {
 		t.Errorf("%+v", a)
+	}
+}
+
+// An answer has the gateways of the cluster, and who serves each shared LUN. Without a cluster it has neither.
+func TestAnswerHasTheCluster(t *testing.T) {
+	f := &fake{state: schema.State{Targets: []schema.TargetState{{Name: "t", LUNs: []schema.LUNState{
+		{Target: "t", ID: 0, State: schema.Ready, Health: schema.Healthy},
+		{Target: "t", ID: 1, State: schema.Ready, Health: schema.Healthy},
+		{Target: "t", ID: 2, State: schema.Ready, Health: schema.Healthy},
+		{Target: "t", ID: 3, State: schema.NotReady, Reason: "no gateway of the cluster has opened the medium yet"},
+		{Target: "t", ID: 4, State: schema.Ready, Health: schema.Healthy},
+	}}}}}
+	s := &sampler{src: f, now: clock(time.Now())}
+	q := query{luns: list{rows: 9, sort: "name"}}
+	s.sample()
+	if a := s.answer(q, nil); a.Cluster != nil || a.LUNs.Rows[1].Reason != "" {
+		t.Errorf("without a cluster: %+v, %+v", a.Cluster, a.LUNs.Rows)
+	}
+	f.cluster = &schema.ClusterState{Name: "a", Conflict: "portal group 1", Gateways: []schema.GatewayState{{Name: "a", LUNs: 1}, {Name: "b", LUNs: 1, Draining: true}}, LUNs: []schema.SharedLUNState{
+		{Target: "t", ID: 0, Owner: "a", Here: true}, {Target: "t", ID: 1, Owner: "b"}, {Target: "t", ID: 2}, {Target: "t", ID: 3},
+	}}
+	for i := range maxGateways {
+		f.cluster.Gateways = append(f.cluster.Gateways, schema.GatewayState{Name: fmt.Sprint("c", i)})
+	}
+	s.sample()
+	a := s.answer(q, nil)
+	if c := a.Cluster; c == nil || c.Name != "a" || c.Conflict != "portal group 1" || c.Unserved != 2 || c.All != maxGateways+2 || len(c.Gateways) != maxGateways || !c.Gateways[1].Draining {
+		t.Errorf("%+v", c)
+	}
+	want := map[int]string{0: "served here", 1: "served by b", 2: "served by no gateway", 3: "no gateway of the cluster has opened the medium yet", 4: ""}
+	for _, l := range a.LUNs.Rows {
+		if l.Reason != want[l.ID] {
+			t.Errorf("LUN %d: %q, want %q", l.ID, l.Reason, want[l.ID])
+		}
+	}
+	if a := s.answer(query{luns: list{rows: 9, find: "served by b"}}, nil); len(a.LUNs.Rows) != 1 || a.LUNs.Rows[0].ID != 1 {
+		t.Errorf("LUNs that b serves: %+v", a.LUNs.Rows)
 	}
 }
 

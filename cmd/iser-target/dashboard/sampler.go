@@ -73,8 +73,22 @@ type lunTable struct {
 	Groups  []*group `json:"groups"`  // the first maxGroups targets
 }
 
-// maxTrouble bounds answer.Trouble.
-const maxTrouble = 20
+const (
+	// maxTrouble bounds answer.Trouble.
+	maxTrouble = 20
+	// maxGateways bounds the gateways of answer.Cluster.
+	maxGateways = 200
+)
+
+// A cluster is what the page shows of the group that the target is in.
+type cluster struct {
+	Name     string                `json:"name"`               // of this gateway
+	Reason   string                `json:"reason,omitempty"`   // why it serves no shared LUN
+	Conflict string                `json:"conflict,omitempty"` // what is wrong with the portal groups
+	Unserved int                   `json:"unserved"`           // shared LUNs that no gateway serves
+	All      int                   `json:"all"`                // gateways
+	Gateways []schema.GatewayState `json:"gateways"`           // the first maxGateways
+}
 
 // An answer has all that the page shows.
 type answer struct {
@@ -86,6 +100,7 @@ type answer struct {
 	Limits   []string             `json:"limits"` // that are near their bounds, or were reached lately
 	Portals  []schema.PortalState `json:"portals"`
 	Targets  int                  `json:"targets"`
+	Cluster  *cluster             `json:"cluster,omitempty"`
 	NotReady int                  `json:"not_ready"` // LUNs
 	Unwell   int                  `json:"unwell"`    // LUNs that are ready and not healthy
 	Failed   int                  `json:"failed"`    // those of Unwell whose data initiators cannot rely on
@@ -106,6 +121,7 @@ type sampler struct {
 	mu       sync.Mutex // held only to read or replace the fields below
 	at       time.Time
 	state    schema.State
+	cluster  *cluster // nil: none
 	limits   []string
 	sessions []sessionRow
 	luns     []lunRow
@@ -163,6 +179,7 @@ func counters(st *schema.State) (sessions map[sessionKey]*schema.CounterState, l
 // sample reads the state of the target and computes rates. In the first sample all rates are 0.
 func (s *sampler) sample() {
 	st := s.src.State()
+	group, served := s.gateways()
 	pressing := []string{}
 	now := s.now() // after State, which may wait
 	for _, l := range s.src.Limits() {
@@ -214,6 +231,9 @@ func (s *sampler) sample() {
 			if l.State == schema.Ready && l.Health != schema.Healthy {
 				row.Health, row.Since = l.Health, l.HealthSince
 			}
+			if row.Reason == "" {
+				row.Reason = served[lunKey{l.Target, l.ID}]
+			}
 			if !first && l.State != schema.Draining {
 				var t schema.Tally
 				old := oldLUNs[lunKey{l.Target, l.ID}]
@@ -228,7 +248,7 @@ func (s *sampler) sample() {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.at, s.state, s.limits, s.sessions, s.luns = now, st, pressing, sessions, luns
+	s.at, s.state, s.cluster, s.limits, s.sessions, s.luns = now, st, group, pressing, sessions, luns
 	if first {
 		return
 	}
@@ -250,6 +270,29 @@ func (s *sampler) sample() {
 		s.points = slices.Delete(s.points, 0, 1)
 	}
 	s.points = append(s.points, point{number, now, recent.total})
+}
+
+// gateways returns the group that the target is in, and who serves the shared LUNs, in words.
+func (s *sampler) gateways() (c *cluster, served map[lunKey]string) {
+	st, err := s.src.Cluster()
+	if err != nil {
+		return nil, nil
+	}
+	c = &cluster{Name: st.Name, Reason: st.Reason, Conflict: st.Conflict, All: len(st.Gateways), Gateways: st.Gateways[:min(maxGateways, len(st.Gateways))]}
+	served = map[lunKey]string{}
+	for i := range st.LUNs {
+		l := &st.LUNs[i]
+		text := "served by " + l.Owner
+		switch {
+		case l.Here:
+			text = "served here"
+		case l.Owner == "":
+			text = "served by no gateway"
+			c.Unserved++
+		}
+		served[lunKey{l.Target, l.ID}] = text
+	}
+	return c, served
 }
 
 // reservation describes r in a few words.
@@ -283,7 +326,7 @@ func (s *sampler) answer(q query, events []schema.Event) *answer {
 	defer s.mu.Unlock()
 	a := &answer{
 		Time: s.at, Interval: Interval.Seconds(), Version: s.state.Version, Started: s.state.Started,
-		Pending: s.state.Pending, Limits: s.limits, Portals: s.state.Portals, Targets: len(s.state.Targets),
+		Pending: s.state.Pending, Limits: s.limits, Portals: s.state.Portals, Targets: len(s.state.Targets), Cluster: s.cluster,
 		Points: []point{}, Events: []schema.Event{}, Refused: []schema.Event{}, Trouble: []lunRow{},
 	}
 	if a.Pending == nil {

@@ -547,6 +547,25 @@ function showHealth(a) {
   notice($("limits"), a.limits);
 }
 
+// showCluster shows the gateways of the group that the target is in, and what is wrong with it.
+function showCluster(c) {
+  $("cluster-panel").hidden = !c;
+  notice($("cluster-trouble"), c ? [c.reason && `This gateway serves no shared LUN: ${c.reason}`, c.conflict, c.unserved ? `${many(c.unserved, "shared LUN")} served by no gateway` : ""].filter(Boolean) : []);
+  if (!c) return;
+  say($("cluster-count"), c.all > c.gateways.length ? `the first ${c.gateways.length} of ${c.all}` : String(c.all));
+  fill($("cluster"), c.gateways, (g) => g.name, [
+    ["Gateway", "", (cell, g) => lines(cell, g.name, g.name === c.name ? "this one" : "")],
+    ["State", "wrap wide", (cell, g) => {
+      if (g.config_reason) badge(cell, "old configuration", "bad", g.config_reason);
+      else if (g.draining) badge(cell, "draining", "warn", "takes no LUN");
+      else if (g.unable) badge(cell, "incomplete", "warn", `without ${many(g.unable, "LUN")}`);
+      else badge(cell, "ready", "good");
+    }],
+    ["LUNs served", "n", (cell, g) => say(cell, g.luns.toLocaleString("en"))],
+    ["Version", "", (cell, g) => lines(cell, g.version, g.config ? `configuration ${g.config}` : "")],
+  ]);
+}
+
 // notice shows texts as the items of a notice, which is hidden without them.
 function notice(box, texts) {
   box.hidden = texts.length === 0;
@@ -575,6 +594,7 @@ function show(a) {
   else points = [...points, ...more];
   points = points.filter((p) => p.at >= now.getTime() - 310e3);
   showHealth(a);
+  showCluster(a.cluster);
   const t = a.total;
   for (const [id, text] of Object.entries({ read: rate(t.read_bytes_per_second), write: rate(t.write_bytes_per_second), iops: count(t.iops), "read-p99": time(t.read?.latency_p99), "write-p99": time(t.write?.latency_p99), depth: depth(t.depth) })) {
     say($(`tile-${id}`), text);
