@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"encoding/binary"
 	"encoding/json"
@@ -287,6 +288,56 @@ func (w *witness) moved(what, to string, limit time.Duration) {
 	}
 }
 
+// useOwn writes and reads LUN 0 of a gateway, which is its own, by a session, until stop. stop checks that each answer was right, and how long the longest took.
+func useOwn(t *testing.T, what string, s *station) (stop func()) {
+	t.Helper()
+	session := login(t, s.addr, initiator.Options{Name: hostName + "-neighbor"})
+	outcome(t, session, &initiator.Command{CDB: cdb.TestUnitReady}) // UNIT ATTENTION
+	end, done := make(chan struct{}), make(chan struct{})
+	var longest time.Duration
+	n := uint64(0)
+	go func() {
+		defer close(done)
+		for {
+			select {
+			case <-end:
+				return
+			case <-time.After(5 * time.Millisecond):
+			}
+			n++
+			w := &initiator.Command{CDB: cdb.Write16(n%64, 1), Out: binary.BigEndian.AppendUint64(make([]byte, 504), n)}
+			r := &initiator.Command{CDB: w.CDB, In: make([]byte, 512)}
+			r.CDB[0] = 0x88 // READ(16)
+			for _, c := range []*initiator.Command{w, r} {
+				begun := time.Now()
+				err := session.Do(c)
+				for err == nil && c.Status == 2 && c.Sense[2]&0x0f == 6 { // LUNs and portal groups of its target come and go
+					err = session.Do(c)
+				}
+				if err != nil || c.Status != 0 {
+					t.Errorf("%s, command %d of the neighbor: %v, status %#x, sense % x", what, n, err, c.Status, c.Sense)
+					return
+				}
+				longest = max(longest, time.Since(begun))
+			}
+			if !bytes.Equal(r.In, w.Out) {
+				t.Errorf("%s: the neighbor reads something else than it has written", what)
+				return
+			}
+		}
+	}()
+	return func() {
+		t.Helper()
+		close(end)
+		<-done
+		session.Close()
+		t.Logf("%s: the longest of %d commands of the neighbor took %v", what, 2*n, longest)
+		if longest > 2*time.Second || n == 0 {
+			t.Errorf("%s: of %d commands of the neighbor, one took %v", what, 2*n, longest)
+		}
+	}
+}
+
 // startGateway starts a gateway of a cluster with LUN 1 on an image of rbdfake, and a LUN 0 of its own.
 func startGateway(t *testing.T, name string, tag int, etcd string) *station {
 	t.Helper()
@@ -346,6 +397,7 @@ func TestClusterOfProcesses(t *testing.T) {
 		return w.owner == "a" && w.acked > 0
 	})
 
+	defer useOwn(t, "all the time", b)()
 	w.fresh()
 	a.says(t, cli.ExitOK, "LUN 1 of "+storeName+" is served by b", "cluster", "handover", "1", "b")
 	w.moved("hand-over", "b", planned)
@@ -430,12 +482,10 @@ func TestClusterOfProcesses(t *testing.T) {
 	w.moved("hand-over to the thawed gateway", "a", planned)
 
 	w.fresh()
+	stop := useOwn(t, "cut off from etcd", a)
 	wire.set(true)
 	w.moved("cut off from etcd", "b", unplanned)
-	session := a.login(t)
-	if err := session.Do(&initiator.Command{CDB: cdb.Write16(0, 1), Out: make([]byte, 512)}); err != nil {
-		t.Errorf("the LUN of its own: %v", err)
-	}
+	stop()
 	wire.set(false)
 	both("mended")
 	w.fresh()
