@@ -70,7 +70,7 @@ func reportPortGroups(u *Unit, c *Command) bool {
 	if g := u.access.Load(); g != nil {
 		set = *g
 	}
-	for _, tag := range c.nexus.targets() {
+	for _, tag := range c.nexus.targets(u) {
 		state, altered := set[tag]
 		d := [12]byte{0: byte(state), 1: supported, 7: 1} // one port
 		switch {
@@ -120,7 +120,7 @@ func consumeSetPortGroups(u *Unit, c *Command, p []byte, _ uint64) bool {
 		switch {
 		case state > Unavailable: // load balancing, offline, transitioning
 			return c.failList(at)
-		case !slices.Contains(c.nexus.targets(), tag):
+		case !slices.Contains(c.nexus.targets(u), tag):
 			return c.failList(at + 2)
 		}
 		next[tag] = state

@@ -57,7 +57,7 @@ func inquiry(u *Unit, c *Command) bool {
 	if u.protection != protection.None {
 		b[5] |= protect
 	}
-	if len(c.nexus.targets()) > 1 {
+	if len(c.nexus.targets(u)) > 1 {
 		b[6] = multip
 	}
 	copy(b[8:], fmt.Sprintf("%-8s%-16s%-4s", u.opt.Vendor, u.opt.Product, u.opt.Revision))
@@ -146,8 +146,8 @@ func (n *Nexus) targetPort(relative uint16) string {
 }
 
 // appendPorts appends the SCSI Ports page (SPC-4, section 7.8.14): every target port with its name.
-func appendPorts(_ *Unit, n *Nexus, b []byte) []byte {
-	for _, port := range n.targets() {
+func appendPorts(u *Unit, n *Nexus, b []byte) []byte {
+	for _, port := range n.targets(u) {
 		name := terminated(n.targetPort(port))
 		b = append(b, 0, 0, byte(port>>8), byte(port), 0, 0, 0, 0, // no initiator port
 			0, 0, 0, byte(4+len(name)),

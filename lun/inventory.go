@@ -15,11 +15,17 @@ import (
 // An Inventory has the logical units of one SCSI target device. All of its target ports lead to
 // them.
 type Inventory struct {
-	ports atomic.Pointer[[]uint16] // relative target port identifiers, ascending; a new slice takes its place
+	ports atomic.Pointer[portSet] // a new one takes its place
 
 	mu      sync.RWMutex
 	entries []maskedEntry // ascending by LUN
 	nexuses map[*Nexus]struct{}
+}
+
+// A portSet has relative target port identifiers, ascending.
+type portSet struct {
+	own []uint16
+	all []uint16 // with those of other gateways
 }
 
 type maskedEntry struct {
@@ -49,31 +55,40 @@ type Mask func(initiator string) Access
 // target; without tags, one with tag 1.
 func NewInventory(tpgts ...uint16) *Inventory {
 	inv := &Inventory{nexuses: map[*Nexus]struct{}{}}
-	inv.setPorts(tpgts)
+	inv.setPorts(tpgts, nil)
 	return inv
 }
 
-// setPorts sets the target ports to tpgts, or to port 1 if tpgts is empty.
-func (inv *Inventory) setPorts(tpgts []uint16) (changed bool) {
+// setPorts sets the target ports to tpgts, or to port 1 if tpgts is empty, and those of other gateways. It returns the ports before.
+func (inv *Inventory) setPorts(tpgts, peers []uint16) (old *portSet) {
 	if len(tpgts) == 0 {
 		tpgts = []uint16{1}
 	}
-	ports := slices.Clone(tpgts)
-	slices.Sort(ports)
-	ports = slices.Compact(ports)
-	old := inv.ports.Swap(&ports)
-	return old != nil && !slices.Equal(*old, ports)
+	sorted := func(list []uint16) []uint16 {
+		slices.Sort(list)
+		return slices.Compact(list)
+	}
+	return inv.ports.Swap(&portSet{sorted(slices.Clone(tpgts)), sorted(slices.Concat(tpgts, peers))})
 }
 
-// SetPorts makes portal groups with these tags lead to the target, like NewInventory. It notifies
-// initiators that something about the paths changed.
-func (inv *Inventory) SetPorts(tpgts ...uint16) {
-	if !inv.setPorts(tpgts) {
-		return
-	}
+// SetPorts makes portal groups with these tags lead to the target, like NewInventory, and those of peers, of other gateways, to the units with Options.ImplicitAccess.
+// It notifies initiators if something about the paths to a unit changed.
+func (inv *Inventory) SetPorts(tpgts, peers []uint16) {
+	old := inv.setPorts(tpgts, peers)
+	now := inv.ports.Load()
 	for _, e := range inv.Entries() {
-		e.Unit.raise(condAccessChanged, nil)
+		if !slices.Equal(old.of(e.Unit), now.of(e.Unit)) {
+			e.Unit.raise(condAccessChanged, nil)
+		}
 	}
+}
+
+// of returns the ports that lead to u.
+func (p *portSet) of(u *Unit) []uint16 {
+	if u.opt.ImplicitAccess {
+		return p.all
+	}
+	return p.own
 }
 
 // maxLUN is the largest LUN of flat space addressing (SAM-5, section 4.7.7).

@@ -210,14 +210,19 @@ func TestSetPorts(t *testing.T) {
 		wantGood(t, "REPORT TARGET PORT GROUPS", res)
 		return (len(res.in) - 4) / 12
 	}
-	r.inv.SetPorts(1)
+	r.inv.SetPorts([]uint16{1}, nil)
 	if groups() != 1 {
 		t.Errorf("%d groups", groups())
 	}
-	r.inv.SetPorts(3, 1, 3)
+	r.inv.SetPorts([]uint16{3, 1, 3}, nil)
 	wantSense(t, r.run("00", nil), 0x6, 0x2a, 0x06)
 	if groups() != 2 {
 		t.Errorf("%d groups", groups())
+	}
+	r.inv.SetPorts([]uint16{1, 3}, []uint16{4, 5}) // they lead to units with implicit access
+	wantGood(t, "without news", r.run("00", nil))
+	if groups() != 2 {
+		t.Errorf("%d groups, and those of other gateways do not lead to the unit", groups())
 	}
 }
 

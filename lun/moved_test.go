@@ -12,7 +12,7 @@ import (
 // GROUPS, and cannot set them (SPC-4, sections 5.11.2.7 and 6.37).
 func TestImplicitAccess(t *testing.T) {
 	r := newRig(t, setup{opt: Options{ImplicitAccess: true}})
-	r.inv.SetPorts(1, 2, 3)
+	r.inv.SetPorts([]uint16{1}, []uint16{2, 3})
 	wantSense(t, r.run("00", nil), 0x6, 0x2a, 0x06)
 	if b := r.good("12 00 0000 24 00", nil); b[5]&0x30 != 0x10 {
 		t.Errorf("TPGS is %#x", b[5]&0x30)

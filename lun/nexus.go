@@ -195,8 +195,8 @@ func (n *Nexus) ReadOnly(lun [8]byte) bool {
 // SeesAll reports whether no mask hides a logical unit from the initiator.
 func (n *Nexus) SeesAll() bool { return !n.hidesSome.Load() }
 
-// targets returns the relative identifiers of all target ports, ascending.
-func (n *Nexus) targets() []uint16 { return *n.inv.ports.Load() }
+// targets returns the relative identifiers of all target ports that lead to u, ascending.
+func (n *Nexus) targets(u *Unit) []uint16 { return n.inv.ports.Load().of(u) }
 
 // SetProtocolLevel sets the iSCSIProtocolLevel of the session, by default 1: level 2 has more
 // task management functions. Call it before the first command.

@@ -33,8 +33,8 @@ func beginPRIn(u *Unit, c *Command) bool {
 		add(s.reservationDescriptor())
 	case prReadFullStatus:
 		for _, reg := range s.registrations {
-			all := s.covers(reg, c.nexus.targets())
-			if !all || reg.nexus.target == c.nexus.targets()[0] { // one descriptor for all target ports
+			all := s.covers(reg, c.nexus.targets(u))
+			if !all || reg.nexus.target == c.nexus.targets(u)[0] { // one descriptor for all target ports
 				add(s.fullStatusDescriptor(reg, all))
 			}
 		}

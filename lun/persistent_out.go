@@ -332,7 +332,7 @@ func (o *prOut) register() bool {
 	}
 	targets := []uint16{o.from.target}
 	if o.allTgPt { // as if the command came through all of them
-		targets = o.nexus.targets()
+		targets = o.nexus.targets(o.unit)
 	}
 	own := func(r registration) bool {
 		return r.nexus.initiator == o.from.initiator && slices.Contains(targets, r.nexus.target)
@@ -495,7 +495,7 @@ func (o *prOut) registerAndMove() bool {
 		return o.conflict()
 	case o.saKey == 0:
 		return o.failList(8)
-	case !slices.Contains(o.nexus.targets(), o.targetPort):
+	case !slices.Contains(o.nexus.targets(o.unit), o.targetPort):
 		return o.failList(prMovePort)
 	case len(o.ports) != 1:
 		return o.failList(prMovePortLen)

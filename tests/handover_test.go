@@ -237,7 +237,7 @@ func TestHandOverOfNeighbour(t *testing.T) {
 	}
 	do(&initiator.Command{CDB: cdb.TestUnitReady}, 2, 0x29, 0x00)
 	do(&initiator.Command{CDB: [16]byte{0x56}}, 0) // RESERVE(10)
-	tg.inventories[0].SetPorts(1, 2)
+	tg.inventories[0].SetPorts([]uint16{1, 2}, nil)
 	do(&initiator.Command{CDB: cdb.TestUnitReady}, 2, 0x2a, 0x06)
 
 	p := tg.rawLogin(t, initiator.Options{Name: "iqn.2026-11.io.github.host:silent"}, 0)

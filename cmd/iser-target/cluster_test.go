@@ -311,7 +311,7 @@ func useOwn(t *testing.T, what string, s *station) (stop func()) {
 			for _, c := range []*initiator.Command{w, r} {
 				begun := time.Now()
 				err := session.Do(c)
-				for err == nil && c.Status == 2 && c.Sense[2]&0x0f == 6 { // LUNs and portal groups of its target come and go
+				for err == nil && c.Status == 2 && c.Sense[12] == 0x3f && c.Sense[13] == 0x0e { // REPORTED LUNS DATA HAS CHANGED: it was not executed
 					err = session.Do(c)
 				}
 				if err != nil || c.Status != 0 {

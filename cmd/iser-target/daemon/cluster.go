@@ -626,15 +626,15 @@ func tagsOf(m owner.Member) map[string][]uint16 {
 	return n.Tags
 }
 
-// setPorts makes the inventory of t know all portal groups that lead to it, also those of other gateways.
+// setPorts makes the inventory of t know all portal groups that lead to it, and those of other gateways that lead to its shared LUNs.
 func (d *Daemon) setPorts(t *servedTarget, own []uint16) {
-	all := own
+	var others []uint16
 	if g := d.group; g != nil {
 		g.mu.Lock()
-		all = slices.Concat(own, g.others[t.name])
+		others = slices.Clone(g.others[t.name])
 		g.mu.Unlock()
 	}
-	t.inventory.SetPorts(all...)
+	t.inventory.SetPorts(own, others)
 }
 
 // access returns the states of all portal groups that lead to l. While nobody serves it, they stay as they were for a moment: then commands
