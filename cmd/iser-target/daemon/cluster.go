@@ -1003,7 +1003,7 @@ func (d *Daemon) clusterMetrics() *metrics.Cluster {
 	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	n := &metrics.Cluster{Joined: g.gw != nil && g.gw.Err() == nil}
+	n := &metrics.Cluster{Joined: g.gw != nil && g.gw.Err() == nil, Current: g.config.reason == ""}
 	if g.gw != nil {
 		n.Gateways = len(g.gw.Members())
 	}

@@ -304,6 +304,9 @@ func testConfigInvalid(t *testing.T, home state.Home, a, b *lab, start func() *l
 	putConfig(t, home, func(now string) string { return now + "portals: []\n" })
 	for _, l := range []*lab{a, b} {
 		reasonOf(t, l, "portals: does not belong to the configuration of a cluster")
+		if l.clusterMetrics().Current {
+			t.Error("the metrics of a gateway say that it runs what it cannot apply")
+		}
 		has(t, all, []int{1, 2, 3}, l)
 	}
 	testkit.Eventually(t, "the state of the cluster says so of both gateways", func() bool {
@@ -336,7 +339,7 @@ func testConfigInvalid(t *testing.T, home state.Home, a, b *lab, start func() *l
 	for _, l := range []*lab{a, b, e} {
 		testkit.Eventually(t, "nothing is wrong", func() bool {
 			_, c, err := l.ClusterConfig()
-			return err == nil && c.Reason == "" && c.Newest == c.Revision
+			return err == nil && c.Reason == "" && c.Newest == c.Revision && l.clusterMetrics().Current
 		})
 	}
 }

@@ -101,6 +101,7 @@ var (
 
 	clusterGateways = newFamily(gauge, "cluster_gateways", "Gateways of the cluster that are there; absent without a cluster.", "")
 	clusterJoined   = newFamily(gauge, "cluster_joined", "1 if the target has a lease in etcd, so that it can serve shared LUNs, else 0; absent without a cluster.", "")
+	clusterConfig   = newFamily(gauge, "cluster_config_current", "1 if the target runs the targets of the cluster as etcd has them, as far as it knows, else 0; absent without a cluster.", "")
 	sharedServed    = newFamily(gauge, "shared_lun_served", "1 if some gateway serves the shared LUN, as far as this one knows, else 0.", "target lun")
 	sharedHere      = newFamily(gauge, "shared_lun_here", "1 if this gateway serves the shared LUN, else 0.", "target lun")
 
@@ -236,6 +237,7 @@ type Reports struct {
 // Cluster has the numbers of the metrics of clusters.
 type Cluster struct {
 	Joined   bool // the gateway has a lease
+	Current  bool // the targets of the cluster that etcd has run here
 	Gateways int
 	LUNs     []SharedLUN
 }
@@ -352,6 +354,7 @@ func (c *collector) collectCluster(ch chan<- prometheus.Metric) {
 	is := map[bool]float64{true: 1}
 	clusterJoined.send(ch, is[n.Joined])
 	clusterGateways.send(ch, float64(n.Gateways))
+	clusterConfig.send(ch, is[n.Current])
 	for _, l := range n.LUNs {
 		id := strconv.Itoa(l.ID)
 		sharedServed.send(ch, is[l.Served], l.Target, id)

@@ -74,7 +74,7 @@ func reports(expiries func() map[string]time.Time, n IPsec) Reports {
 		Reload: func() (bool, time.Time) { return false, time.UnixMilli(1500) },
 		Tokens: func() lun.TokenCounts { return lun.TokenCounts{Valid: 1, Made: 12, Ended: [4]uint64{5, 3, 2, 1}} },
 		Cluster: func() *Cluster {
-			return &Cluster{Joined: true, Gateways: 2}
+			return &Cluster{Joined: true, Current: true, Gateways: 2}
 		}}
 }
 
