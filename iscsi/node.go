@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net"
 	"slices"
 	"strings"
 	"sync"
@@ -190,7 +191,8 @@ type Node struct {
 	mu       sync.Mutex
 	targets  []*target // ascending by name
 	portals  []*Portal
-	sessions map[uint16]*session // by TSIH
+	peers    map[string][]*Portal // see SetPeers; a new map takes its place
+	sessions map[uint16]*session  // by TSIH
 	lastTSIH uint16
 	ended    [lun.Transports]timings // of sessions that have ended
 	conns    map[*conn]struct{}      // from the call of Serve to its end
@@ -322,6 +324,29 @@ func (nd *Node) AddPortal(cfg PortalConfig) *Portal {
 	defer nd.mu.Unlock()
 	nd.portals = append(nd.portals, p)
 	return p
+}
+
+// SetPeers sets the portals of other machines that lead to targets, by the names of these. Discovery answers with them, too. One without Advertise
+// that listens on all addresses has none that others know, and is left out.
+func (nd *Node) SetPeers(peers map[string][]PortalConfig) {
+	next := map[string][]*Portal{}
+	for name, list := range peers {
+		for _, cfg := range list {
+			if len(cfg.Advertise) > 0 || !listensEverywhere(cfg.Listen) {
+				next[name] = append(next[name], &Portal{PortalConfig: cfg})
+			}
+		}
+	}
+	nd.mu.Lock()
+	defer nd.mu.Unlock()
+	nd.peers = next
+}
+
+// listensEverywhere reports whether an address to listen on has no host.
+func listensEverywhere(listen string) bool {
+	host, _, err := net.SplitHostPort(listen)
+	ip := net.ParseIP(host)
+	return err != nil || host == "" || ip != nil && ip.IsUnspecified()
 }
 
 // RemovePortal removes p from the answers to discovery. Its connections stay. The caller accepts no

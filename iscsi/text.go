@@ -196,7 +196,7 @@ func (c *conn) answerText(x *textExchange) (out []byte, ok bool) {
 func (c *conn) sendTargets(which string, answers []keys.Pair) []keys.Pair {
 	nd := c.node
 	nd.mu.Lock()
-	targets, portals := nd.targets, nd.portals
+	targets, portals, peers := nd.targets, nd.portals, nd.peers
 	nd.mu.Unlock()
 	var name string
 	from := security.AddressOf(c.dm.RemoteAddr())
@@ -214,13 +214,21 @@ func (c *conn) sendTargets(which string, answers []keys.Pair) []keys.Pair {
 		}
 		before := len(answers)
 		answers = append(answers, keys.Pair{Key: "TargetName", Value: tg.Name})
-		for _, p := range portals {
-			if !tg.servedBy(p) || c.portal.Protected && !p.Protected && !tg.Protected {
-				continue
+		add := func(p *Portal) {
+			if c.portal.Protected && !p.Protected && !tg.Protected {
+				return
 			}
 			for _, addr := range p.addresses(c.portal, c.dm.LocalAddr()) {
 				answers = append(answers, keys.Pair{Key: "TargetAddress", Value: addr + "," + strconv.Itoa(int(p.TPGT))})
 			}
+		}
+		for _, p := range portals {
+			if tg.servedBy(p) {
+				add(p)
+			}
+		}
+		for _, p := range peers[tg.Name] {
+			add(p)
 		}
 		if len(answers) == before+1 { // without an address the initiator would expect the target at this one
 			answers = answers[:before]

@@ -341,3 +341,41 @@ func TestTextOfWhoDoesNotRead(t *testing.T) {
 		}
 	})
 }
+
+// Discovery answers with the portals of other machines that lead to a target, too, but not with those that nobody can reach, and over a protected portal not
+// with those that are not protected.
+func TestSendTargetsWithPeers(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		const own, name = "TargetAddress=192.0.2.1:3260,1", "TargetName=" + targetName
+		ask := func(want ...string) {
+			t.Helper()
+			c := n.connect().discover()
+			if got := c.readText("SendTargets=All"); !slices.Equal(got, want) {
+				t.Errorf("%q, want %q", got, want)
+			}
+			c.close()
+			c.wait()
+		}
+		peers := map[string][]PortalConfig{
+			targetName: {
+				{Listen: "192.0.2.2:3260", TPGT: 2},
+				{Listen: "0.0.0.0:3260", Advertise: []string{"192.0.2.3:860", "[2001:db8::3]:860"}, TPGT: 3, Protected: true},
+				{Listen: ":3260", TPGT: 4},
+				{Listen: "[::]:3260", TPGT: 5},
+				{Listen: "127.0.0.1:3260", TPGT: 6},
+				{Listen: "no address", TPGT: 7},
+			},
+			"iqn.2026-11.io.example:absent": {{Listen: "192.0.2.9:3260", TPGT: 9}},
+		}
+		n.SetPeers(peers)
+		ask(name, own, "TargetAddress=192.0.2.2:3260,2", "TargetAddress=192.0.2.3:860,3", "TargetAddress=[2001:db8::3]:860,3")
+		safe := n.AddPortal(PortalConfig{Listen: "192.0.2.1:3261", TPGT: 1, Protected: true})
+		n.portal = safe
+		ask(name, "TargetAddress=192.0.2.1:3260,1", "TargetAddress=192.0.2.3:860,3", "TargetAddress=[2001:db8::3]:860,3")
+		n.RemovePortal(safe)
+		n.portal = n.Node.portals[0]
+		n.SetPeers(nil)
+		ask(name, own)
+	})
+}

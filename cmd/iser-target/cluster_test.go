@@ -288,6 +288,25 @@ func (w *witness) moved(what, to string, limit time.Duration) {
 	}
 }
 
+// discover returns the answer to SendTargets=All, as texts KEY=VALUE.
+func discover(t *testing.T, addr string) (found []string) {
+	t.Helper()
+	d, err := initiator.Dial(t.Context(), "tcp", addr, initiator.Options{Name: hostName})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer d.Close()
+	err = d.LogIn(nil)
+	pairs, err2 := d.SendTargets("All")
+	if err != nil || err2 != nil {
+		t.Fatalf("discovery: %v, %v", err, err2)
+	}
+	for _, p := range pairs {
+		found = append(found, p.Key+"="+p.Value)
+	}
+	return found
+}
+
 // useOwn writes and reads LUN 0 of a gateway, which is its own, by a session, until stop. stop checks that each answer was right, and how long the longest took.
 func useOwn(t *testing.T, what string, s *station) (stop func()) {
 	t.Helper()
@@ -368,6 +387,10 @@ func TestClusterOfProcesses(t *testing.T) {
 	testkit.Eventually(t, "the gateways know each other", func() bool {
 		st := read[schema.ClusterState](t, b, "cluster", "status")
 		return len(st.Gateways) == 2 && st.LUNs[0].Owner != ""
+	})
+	testkit.Eventually(t, "discovery through a gateway names the portals of both", func() bool {
+		found := discover(t, b.addr)
+		return slices.Equal(found, []string{"TargetName=" + storeName, "TargetAddress=" + b.addr + ",2", "TargetAddress=" + a.addr + ",1"})
 	})
 	a.ok(t, "cluster", "handover", "1", "a")
 	w := watch(t, pa, pb)

@@ -25,6 +25,7 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/metrics"
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
+	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/lun"
 	"github.com/iser-target/iser-target/lun/owner"
 	"github.com/iser-target/iser-target/lun/state"
@@ -51,6 +52,7 @@ type group struct {
 	luns   map[string]*sharedLUN // by the serial of the identity
 	media  map[string]noted      // the same, also of LUNs that this gateway does not have
 	own    map[string][]uint16   // tags of the portal groups that lead to each target
+	ports  []portalNote          // portals of this gateway
 	others map[string][]uint16   // those of other gateways
 	config groupConfig
 	wake   chan struct{} // closed when media have changed
@@ -124,10 +126,19 @@ func sharedIdentity(l *config.LUN) (id state.Identity) {
 type gatewayNote struct {
 	Version string              `json:"version"`
 	Tags    map[string][]uint16 `json:"tags"` // of the portal groups that lead to each target
+	Portals []portalNote        `json:"portals,omitempty"`
 	LUNs    []string            `json:"luns"` // shared ones that it has, by their NAA; nil: it is of a version that does not say
 	// Config is the revision of the targets of the cluster that run there, and ConfigReason why a newer one does not.
 	Config       int64  `json:"config,omitempty"`
 	ConfigReason string `json:"config_reason,omitempty"`
+}
+
+// A portalNote is a portal of a gateway, as the others announce it in discovery.
+type portalNote struct {
+	Listen    string   `json:"listen,omitempty"`
+	Advertise []string `json:"advertise,omitempty"`
+	TPGT      uint16   `json:"tpgt"`
+	Protected bool     `json:"protected,omitempty"` // by IPsec
 }
 
 // openGroup connects to etcd, and adds the targets of the cluster to the configuration. It waits for an answer for a short time only.
@@ -403,7 +414,7 @@ func (g *group) join() error {
 // note returns what this gateway tells the others. g.mu is held.
 func (g *group) note() json.RawMessage {
 	n := gatewayNote{
-		Version: g.d.version, Tags: g.own, LUNs: slices.AppendSeq([]string{}, maps.Keys(g.luns)),
+		Version: g.d.version, Tags: g.own, Portals: g.ports, LUNs: slices.AppendSeq([]string{}, maps.Keys(g.luns)),
 		Config: g.config.running, ConfigReason: g.config.reason,
 	}
 	slices.Sort(n.LUNs)
@@ -553,13 +564,21 @@ func (g *group) follow() {
 		case <-tick.C:
 		}
 		var own map[string][]uint16
-		g.d.locked(func() { own = targetTags(g.d.served.cfg) })
+		var ports []portalNote
+		shared := map[string]bool{} // targets
+		g.d.locked(func() {
+			cfg := g.d.served.cfg
+			own, ports = targetTags(cfg), portalNotes(g.d.served.portals)
+			for i := range cfg.Targets {
+				shared[cfg.Targets[i].Name] = slices.ContainsFunc(cfg.Targets[i].LUNs, func(l config.LUN) bool { return l.Shared })
+			}
+		})
 		g.mu.Lock()
 		if g.gw == nil {
 			g.mu.Unlock()
 			return
 		}
-		g.own = own
+		g.own, g.ports = own, ports
 		gw := g.gw
 		gw.SetNote(g.note())
 		conflict := g.learnTags()
@@ -581,6 +600,7 @@ func (g *group) follow() {
 			g.d.log.Error("gateways share portal groups", eventKey, "cluster", "reason", conflict)
 		}
 		told = conflict
+		g.d.node.SetPeers(g.peers(gw, shared))
 		g.d.locked(func() {
 			for _, t := range g.d.served.targets {
 				if c := targetOf(g.d.served.cfg, t.name); c != nil {
@@ -624,6 +644,39 @@ func tagsOf(m owner.Member) map[string][]uint16 {
 	var n gatewayNote
 	_ = json.Unmarshal(m.Note, &n) // of another version: it has no paths that this one knows
 	return n.Tags
+}
+
+// portalNotes describes portals to the other gateways.
+func portalNotes(list []*portal) (notes []portalNote) {
+	for _, p := range list {
+		c := p.cur.Load().PortalConfig
+		n := portalNote{Listen: c.Listen, TPGT: c.TPGT, Protected: c.Protected}
+		if len(c.Advertise) > 0 {
+			n.Listen, n.Advertise = "", c.Advertise
+		}
+		notes = append(notes, n)
+	}
+	return notes
+}
+
+// peers returns the portals of the other gateways that lead to the targets in shared, which have LUNs that gateways share.
+func (g *group) peers(gw *owner.Gateway, shared map[string]bool) map[string][]iscsi.PortalConfig {
+	peers := map[string][]iscsi.PortalConfig{}
+	for _, m := range gw.Members() {
+		if m.Name == g.c.Name {
+			continue
+		}
+		var n gatewayNote
+		_ = json.Unmarshal(m.Note, &n) // see tagsOf
+		for target, tags := range n.Tags {
+			for _, p := range n.Portals {
+				if shared[target] && slices.Contains(tags, p.TPGT) {
+					peers[target] = append(peers[target], iscsi.PortalConfig{Listen: p.Listen, Advertise: p.Advertise, TPGT: p.TPGT, Protected: p.Protected})
+				}
+			}
+		}
+	}
+	return peers
 }
 
 // setPorts makes the inventory of t know all portal groups that lead to it, and those of other gateways that lead to its shared LUNs.
