@@ -119,7 +119,8 @@ func Open(c Config) (*Home, error) {
 	where := "etcd at " + strings.Join(c.Endpoints, ", ")
 	client, err := clientv3.New(clientv3.Config{
 		Endpoints: c.Endpoints, TLS: c.TLS, Username: c.User, Password: c.Password, Logger: zap.NewNop(),
-		DialTimeout: c.Timeout, DialKeepAliveTime: 10 * time.Second, DialKeepAliveTimeout: 5 * time.Second, PermitWithoutStream: true,
+		// Pings without a stream would be too many for the server, which then closes the connection.
+		DialTimeout: c.Timeout, DialKeepAliveTime: 10 * time.Second, DialKeepAliveTimeout: 5 * time.Second,
 		DialOptions: []grpc.DialOption{
 			grpc.WithStatsHandler(sentHandler{}),
 			// A member that is back is found within a second.
