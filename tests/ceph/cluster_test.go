@@ -46,6 +46,17 @@ func TestCluster(t *testing.T) {
 	}
 }
 
+// An OSD that was killed comes back with what it had.
+func TestRestart(t *testing.T) {
+	c := newCluster(t, cephcluster.Options{OSDs: 3, Copies: 2, GiB: 2, BlueStore: true})
+	c.must(t, "rbd", "create", "--size", "16M", cephcluster.Pool+"/a")
+	c.Signal("osd.0", syscall.SIGKILL)
+	c.must(t, "rbd", "bench", "--io-type", "write", "--io-size", "64K", "--io-total", "16M", cephcluster.Pool+"/a")
+	if err := c.Restart(t.Context(), "osd.0"); err != nil {
+		t.Fatal(err, c.must(t, "ceph", "-s"))
+	}
+}
+
 // What a cluster cannot be is refused.
 func TestOptions(t *testing.T) {
 	if err := cephcluster.Missing(); err != nil {

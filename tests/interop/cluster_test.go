@@ -33,16 +33,17 @@ const linuxKey, nodeKey = 0xa, 0xb
 // makes a disk of both. On its ext4, a counter is written with O_DSYNC, and fio verifies what it writes. Linux holds a reservation that
 // keeps others from writing.
 type cluster struct {
-	t       *testing.T
-	v       *vm.VM
-	members []*etcdserver.Member
-	a, b    *harness.Target
+	t                  *testing.T
+	v                  *vm.VM
+	members            []*etcdserver.Member
+	a, b               *harness.Target
+	planned, unplanned time.Duration // for how long the counter may pause
 }
 
 // newCluster starts the gateways and what Linux does.
 func newCluster(t *testing.T, v *vm.VM, path string, env ...string) *cluster {
 	t.Helper()
-	c := &cluster{t: t, v: v, members: etcdserver.Start(t, 3)}
+	c := &cluster{t: t, v: v, members: etcdserver.Start(t, 3), planned: planned, unplanned: unplanned}
 	c.a, c.b = c.gateway("a", 1, path, env), c.gateway("b", 2, path, env)
 	c.both("start")
 	testkit.Eventually(t, "the LUN is served", func() bool { return c.status(c.a).LUNs[0].Owner != "" })
@@ -188,22 +189,26 @@ func (c *cluster) reserved(what string) {
 	}
 }
 
-const planned, unplanned = 2 * time.Second, 8 * time.Second
+// For how long the counter may pause. Linux notices a gateway that is silent later than one that was killed, whose connections are reset.
+const planned, unplanned, silent = 2 * time.Second, 8 * time.Second, 12 * time.Second
+
+// These take the place of planned and unplanned where four processes of Ceph have the CPUs, too. Ceph itself has to notice an OSD that is frozen.
+const plannedOnCeph, unplannedOnCeph, frozenOSD = 4 * time.Second, 12 * time.Second, 30 * time.Second
 
 // lose makes the gateways end in all ways.
 func (c *cluster) lose() {
 	t, a, b := c.t, c.a, c.b
 	t.Helper()
-	c.event("hand-over", planned, func() { a.Manage(t, "cluster", "handover", "0", "b") })
-	c.event("hand-over back", planned, func() { b.Manage(t, "cluster", "handover", "0", "a") })
-	c.event("SIGTERM", planned, func() {
+	c.event("hand-over", c.planned, func() { a.Manage(t, "cluster", "handover", "0", "b") })
+	c.event("hand-over back", c.planned, func() { b.Manage(t, "cluster", "handover", "0", "a") })
+	c.event("SIGTERM", c.planned, func() {
 		a.Stop(t)
 		a.Start(t)
 		c.both("restart")
 	})
 	c.run("await paths 2")
-	c.event("hand-over to the new process", planned, func() { b.Manage(t, "cluster", "handover", "0", "a") })
-	c.event("kill -9", unplanned, func() {
+	c.event("hand-over to the new process", c.planned, func() { b.Manage(t, "cluster", "handover", "0", "a") })
+	c.event("kill -9", c.unplanned, func() {
 		a.Kill(t)
 		c.run("await counts")
 		a.Start(t)
@@ -211,7 +216,7 @@ func (c *cluster) lose() {
 	})
 	c.run("await paths 2")
 	b.Manage(t, "cluster", "handover", "0", "a")
-	c.event("frozen for 20 s", unplanned, func() {
+	c.event("frozen for 20 s", silent, func() {
 		frozen := append(harnessChildren(t, a.PID()), a.PID())
 		for _, pid := range frozen {
 			if err := syscall.Kill(pid, syscall.SIGSTOP); err != nil {
@@ -227,7 +232,7 @@ func (c *cluster) lose() {
 		c.both("thawed")
 	})
 	c.run("await paths 2")
-	c.event("hand-over to the thawed gateway", planned, func() { b.Manage(t, "cluster", "handover", "0", "a") })
+	c.event("hand-over to the thawed gateway", c.planned, func() { b.Manage(t, "cluster", "handover", "0", "a") })
 }
 
 // fence makes Linux and the node put each other out, as fence_scsi does, through the gateway that does not serve the LUN. It ends what
@@ -321,15 +326,16 @@ func TestClusterOnCeph(t *testing.T) {
 		t.Fatal(err)
 	}
 	c := newCluster(t, v, "rbd:"+cephcluster.Pool+"/disk?conf="+ceph.Conf)
+	c.planned, c.unplanned = plannedOnCeph, unplannedOnCeph
 	c.lose()
-	c.event("an OSD is lost", unplanned, func() {
+	c.event("an OSD is lost", c.unplanned, func() {
 		ceph.Signal("osd.0", syscall.SIGKILL)
 		time.Sleep(5 * time.Second)
 	})
 	if err := ceph.Restart(t.Context(), "osd.0"); err != nil {
 		t.Fatal(err)
 	}
-	c.event("an OSD is frozen for 20 s", 15*time.Second, func() {
+	c.event("an OSD is frozen for 20 s", frozenOSD, func() {
 		thaw := ceph.Freeze("osd.1")
 		time.Sleep(20 * time.Second)
 		thaw()
@@ -365,12 +371,13 @@ func harnessChildren(t *testing.T, pid int) (list []int) {
 
 // clusterPaths starts multipathd, and logs in to $IQN by iSER at the portal $ISER, and by TCP at each of $TCP. Paths are checked every $POLLING seconds, or every second. /run/cluster.sh has what the scripts that follow use.
 const clusterPaths = `
+: ${POLLING:=1}
 modprobe -a iscsi_tcp dm_multipath dm_round_robin ext4
 cat >/etc/multipath.conf <<.
 defaults {
 	user_friendly_names no
 	find_multipaths no
-	polling_interval ${POLLING:=1}
+	polling_interval $POLLING
 	max_polling_interval $POLLING
 	path_grouping_policy group_by_prio
 	prio alua

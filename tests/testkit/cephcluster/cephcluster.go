@@ -295,32 +295,51 @@ func (c *Cluster) Signal(name string, s syscall.Signal) {
 	}
 }
 
-// Restart starts a daemon that was killed, and waits until all objects have all their copies. The OSDs of a cluster without BlueStore have lost theirs.
+// Restart starts an OSD that was killed, and waits until all objects have all their copies. The OSDs of a cluster without BlueStore have lost theirs.
 func (c *Cluster) Restart(ctx context.Context, name string) error {
+	ctx, cancel := context.WithTimeout(ctx, 2*time.Minute)
+	defer cancel()
+	if _, err := c.Run(ctx, "ceph", "osd", "down", name); err != nil { // it may not have been noticed yet
+		return err
+	}
 	if err := c.begin(name); err != nil {
 		return err
 	}
-	ctx, cancel := context.WithTimeout(ctx, 2*time.Minute)
-	defer cancel()
-	up := fmt.Sprintf(`"num_up_osds":%d,`, c.OSDs)
-	return c.until(ctx, func() bool {
-		osds, err := c.Run(ctx, "ceph", "osd", "stat", "-f", "json")
-		if err != nil || !strings.Contains(string(osds), up) {
-			return false
+	var osds struct {
+		OSDs []struct {
+			Up int `json:"up"`
+		} `json:"osds"`
+		Pools []struct {
+			Pool int `json:"pool"`
+			PGs  int `json:"pg_num"`
+		} `json:"pools"`
+	}
+	if err := c.until(ctx, func() bool {
+		out, err := c.Run(ctx, "ceph", "osd", "dump", "-f", "json")
+		up := 0
+		if err == nil && json.Unmarshal(out, &osds) == nil {
+			for _, o := range osds.OSDs {
+				up += o.Up
+			}
 		}
-		out, err := c.Run(ctx, "ceph", "pg", "stat", "-f", "json")
-		var stat struct {
-			Summary struct {
-				States []struct {
-					Name string `json:"name"`
-				} `json:"num_pg_by_state"`
-			} `json:"pg_summary"`
+		return up == c.OSDs
+	}); err != nil {
+		return err
+	}
+	for _, p := range osds.Pools {
+		for n := range p.PGs { // there is no manager that would know of all
+			if err := c.until(ctx, func() bool {
+				out, err := c.Run(ctx, "ceph", "tell", fmt.Sprintf("%d.%x", p.Pool, n), "query", "-f", "json")
+				var pg struct {
+					State string `json:"state"`
+				}
+				return err == nil && json.Unmarshal(out, &pg) == nil && strings.HasPrefix(pg.State, "active+clean")
+			}); err != nil {
+				return err
+			}
 		}
-		if err != nil || json.Unmarshal(out, &stat) != nil {
-			return false
-		}
-		return len(stat.Summary.States) == 1 && stat.Summary.States[0].Name == "active+clean"
-	})
+	}
+	return nil
 }
 
 // Freeze stops daemons, all if none is named, and returns a function that lets them continue.
