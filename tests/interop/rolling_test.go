@@ -141,15 +141,5 @@ done
 		--verify=crc32c --verify_backlog=4 --verify_fatal=1 --time_based --runtime=600 $jobs || status=$?
 	echo $status >/run/fio.status
 ) </dev/null >/run/fio.log 2>&1 &
-# written: each disk has taken some writes since.
-written() {
-	local stat
-	for stat in /run/before.*; do
-		[ $(awk '{ print $5 }' /sys/block/${stat#/run/before.}/stat) -gt $(($(<$stat) + 2)) ] || return 1
-	done
-}
-for disk in /sys/block/dm-*; do
-	awk '{ print $5 }' $disk/stat >/run/before.${disk##*/}
-done
-await written
+sleep 20 # until all jobs have begun
 `
