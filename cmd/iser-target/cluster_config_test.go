@@ -82,7 +82,7 @@ func TestClusterConfigOfProcesses(t *testing.T) {
 		t.Errorf("after an upgrade the sizes are %s", got)
 	}
 	if err := session.Do(&initiator.Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)}); err != nil {
-		t.Errorf("the session has ended: %v", err)
+		t.Errorf("the session is over: %v", err)
 	}
 	testkit.Eventually(t, "the state of the cluster has the revision of both gateways", func() bool {
 		st := read[schema.ClusterState](t, b, "cluster", "status")

@@ -52,8 +52,8 @@ type group struct {
 	luns   map[string]*sharedLUN // by the serial of the identity
 	media  map[string]noted      // the same, also of LUNs that this gateway does not have
 	own    map[string][]uint16   // tags of the portal groups that lead to each target
-	ports  []portalNote          // portals of this gateway
 	others map[string][]uint16   // those of other gateways
+	ports  []portalNote          // portals of this gateway
 	config groupConfig
 	wake   chan struct{} // closed when media have changed
 }
@@ -628,7 +628,7 @@ func (g *group) learnTags() (conflict string) {
 		if m.Name == g.c.Name {
 			continue
 		}
-		for target, tags := range tagsOf(m) {
+		for target, tags := range noteOf(m).Tags {
 			for _, tag := range tags {
 				if slices.Contains(g.own[target], tag) {
 					conflict = fmt.Sprintf("portal group %d of %s is one of gateway %s, too. Give the portals of each gateway tags of their own (tpgt)", tag, target, m.Name)
@@ -640,10 +640,12 @@ func (g *group) learnTags() (conflict string) {
 	return conflict
 }
 
-func tagsOf(m owner.Member) map[string][]uint16 {
-	var n gatewayNote
-	_ = json.Unmarshal(m.Note, &n) // of another version: it has no paths that this one knows
-	return n.Tags
+// noteOf returns what a gateway tells. One of another version tells nothing that this one knows.
+func noteOf(m owner.Member) (n gatewayNote) {
+	if json.Unmarshal(m.Note, &n) != nil {
+		return gatewayNote{}
+	}
+	return n
 }
 
 // portalNotes describes portals to the other gateways.
@@ -666,8 +668,7 @@ func (g *group) peers(gw *owner.Gateway, shared map[string]bool) map[string][]is
 		if m.Name == g.c.Name {
 			continue
 		}
-		var n gatewayNote
-		_ = json.Unmarshal(m.Note, &n) // see tagsOf
+		n := noteOf(m)
 		for target, tags := range n.Tags {
 			for _, p := range n.Portals {
 				if shared[target] && slices.Contains(tags, p.TPGT) {
@@ -723,7 +724,7 @@ func (g *group) access(serial string, l *sharedLUN) map[uint16]lun.AccessState {
 	}
 	if g.gw != nil {
 		for _, m := range g.gw.Members() {
-			note(m.Name, tagsOf(m)[l.target])
+			note(m.Name, noteOf(m).Tags[l.target])
 		}
 	}
 	note(g.c.Name, g.own[l.target])
@@ -990,8 +991,7 @@ func (d *Daemon) Cluster() (*schema.ClusterState, error) {
 		return cmp.Or(strings.Compare(a.Target, b.Target), cmp.Compare(a.ID, b.ID))
 	})
 	for _, m := range gw.Members() {
-		var n gatewayNote
-		_ = json.Unmarshal(m.Note, &n) // see tagsOf
+		n := noteOf(m)
 		unable := 0
 		for _, serial := range m.Unable { // perhaps of a LUN that nobody has any longer
 			if has[serial] {

@@ -2,7 +2,6 @@ package daemon
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"slices"
@@ -205,8 +204,8 @@ func (g *group) whoHas() (has map[string]bool, known bool) {
 		return has, false
 	}
 	for _, m := range g.gw.Members() {
-		var n gatewayNote
-		if json.Unmarshal(m.Note, &n) != nil || n.LUNs == nil {
+		n := noteOf(m)
+		if n.LUNs == nil {
 			known = false
 		}
 		if m.Name == g.c.Name {

@@ -26,7 +26,7 @@ type ChangeOptions struct {
 	// succeeds.
 	File *FileBuilder
 
-	// follow says that the change was made through another gateway of the cluster: it does not wait until what it removes has ended, and
+	// follow says that the change was made through another gateway of the cluster: it does not wait for the end of what it removes, and
 	// a LUN whose medium is out of reach is not ready.
 	follow bool
 }

@@ -48,7 +48,7 @@ type Daemon struct {
 	ended chan struct{}
 }
 
-// Ended reports whether the process has ended.
+// Ended reports whether the process is over.
 func (d *Daemon) Ended() bool {
 	select {
 	case <-d.ended:
