@@ -58,15 +58,6 @@ func query(ctx context.Context, i *rbduri.Image, out any, args ...string) error 
 	return err
 }
 
-// watchers returns the clients that have the image open, like client.4123.
-func watchers(ctx context.Context, i *rbduri.Image) (list []string, err error) {
-	found, err := watching(ctx, i)
-	for _, w := range found {
-		list = append(list, w.name())
-	}
-	return list, err
-}
-
 // A watcher is a client that has an image open.
 type watcher struct {
 	Client  uint64

@@ -70,7 +70,7 @@ type daemon struct {
 type process struct {
 	cmd    *exec.Cmd
 	m      *monitor
-	client string // of Ceph; empty: not known
+	client watcher // of the image; zero: not known
 	ended  chan struct{}
 	said   *tail
 }
@@ -212,7 +212,7 @@ func (d *daemon) start(size int64, first bool) error {
 	ctx, cancel := context.WithDeadline(d.ctx, until)
 	defer cancel()
 	freed, looked := make(chan error, 1), make(chan error, 1)
-	var before []string
+	var before []watcher
 	if d.c.ReadOnly {
 		freed <- nil
 		looked <- nil
@@ -220,7 +220,7 @@ func (d *daemon) start(size int64, first bool) error {
 		go func() { freed <- d.free(ctx) }()
 		go func() {
 			var err error
-			before, err = watchers(ctx, d.image)
+			before, err = watching(ctx, d.image)
 			looked <- err
 		}()
 	}
@@ -393,14 +393,14 @@ func (d *daemon) resize(size int64) error {
 }
 
 // newClient returns the client of the image that was not there before.
-func (d *daemon) newClient(ctx context.Context, before []string) (string, error) {
-	now, err := watchers(ctx, d.image)
+func (d *daemon) newClient(ctx context.Context, before []watcher) (watcher, error) {
+	now, err := watching(ctx, d.image)
 	if err != nil {
-		return "", err
+		return watcher{}, err
 	}
-	list := slices.DeleteFunc(now, func(c string) bool { return slices.Contains(before, c) })
+	list := slices.DeleteFunc(now, func(w watcher) bool { return slices.Contains(before, w) })
 	if len(list) != 1 {
-		return "", fmt.Errorf("%d clients have opened the image in the meantime", len(list))
+		return watcher{}, fmt.Errorf("%d clients have opened the image in the meantime", len(list))
 	}
 	return list[0], nil
 }
@@ -420,8 +420,8 @@ func (d *daemon) supervise(size func() int64) {
 			d.mu.Lock()
 			d.p = nil
 			p.m.close()
-			if p.client != "" {
-				d.dead = append(d.dead, p.client)
+			if p.client != (watcher{}) {
+				d.dead = append(d.dead, p.client.name())
 			}
 			d.mu.Unlock()
 			d.fail(fmt.Errorf("%s ended (%v)%s", daemonProgram, p.cmd.ProcessState, p.words()))
@@ -520,7 +520,7 @@ func (d *daemon) note(p *process) error {
 		return nil
 	}
 	pid := p.cmd.Process.Pid
-	b, err := json.Marshal(record{pid, startOf(pid), p.client})
+	b, err := json.Marshal(record{pid, startOf(pid), p.client.name()})
 	if err != nil {
 		return err
 	}

@@ -17,23 +17,13 @@ const adminProgram = "ceph"
 var addressPattern = regexp.MustCompile(`^[0-9A-Za-z\[][0-9A-Za-z\[\]:./-]*$`)
 
 // Address returns the address of the client of the image, which Fence takes.
-func (s *Store) Address(ctx context.Context) (string, error) {
+func (s *Store) Address() (string, error) {
 	s.d.mu.Lock()
-	client := ""
-	if s.d.p != nil {
-		client = s.d.p.client
+	defer s.d.mu.Unlock()
+	if s.d.p == nil || s.d.p.client.Address == "" {
+		return "", fmt.Errorf("rbd store %s: its client is not known to the cluster, so that nobody could fence it", s.d.c.URI)
 	}
-	s.d.mu.Unlock()
-	list, err := watching(ctx, s.d.image)
-	if err != nil {
-		return "", fmt.Errorf("rbd store %s: %w", s.d.c.URI, err)
-	}
-	for _, w := range list {
-		if client != "" && w.name() == client {
-			return w.Address, nil
-		}
-	}
-	return "", fmt.Errorf("rbd store %s: its client is not known to the cluster, so that nobody could fence it", s.d.c.URI)
+	return s.d.p.client.Address, nil
 }
 
 // Fence returns when the cluster obeys no client any longer that has the image open, nor the one with that address, unless it is empty. The
@@ -51,26 +41,34 @@ func fence(ctx context.Context, uri, address string) error {
 	if err != nil {
 		return err
 	}
+	// At once, because ceph takes a second to start.
+	known := make(chan error, 1)
+	go func() {
+		if address == "" {
+			known <- nil
+			return
+		}
+		known <- blocklist(ctx, i, address)
+	}()
 	list, err := watching(ctx, i)
 	if err != nil {
-		return explain(i, err)
+		err = explain(i, err)
 	}
-	var addresses []string
-	if address != "" {
-		addresses = append(addresses, address)
-	}
+	done := []string{address}
 	for _, w := range list {
-		addresses = append(addresses, w.Address)
-	}
-	slices.Sort(addresses)
-	var errs []error
-	for _, a := range slices.Compact(addresses) {
-		if !addressPattern.MatchString(a) {
-			errs = append(errs, fmt.Errorf("%.80q is not an address of a client of Ceph", a))
-			continue
+		if !slices.Contains(done, w.Address) {
+			done = append(done, w.Address)
+			err = errors.Join(err, blocklist(ctx, i, w.Address))
 		}
-		_, err := runProgram(ctx, i, adminProgram, "osd", "blocklist", "add", a)
-		errs = append(errs, err)
 	}
-	return errors.Join(errs...)
+	return errors.Join(<-known, err)
+}
+
+// blocklist makes the cluster refuse a client.
+func blocklist(ctx context.Context, i *rbduri.Image, address string) error {
+	if !addressPattern.MatchString(address) {
+		return fmt.Errorf("%.80q is not an address of a client of Ceph", address)
+	}
+	_, err := runProgram(ctx, i, adminProgram, "osd", "blocklist", "add", address)
+	return err
 }

@@ -795,7 +795,7 @@ func (g *group) runFence(ctx context.Context, l *sharedLUN, gateway string) erro
 
 // An addressed store knows how a later owner can fence it.
 type addressed interface {
-	Address(context.Context) (string, error)
+	Address() (string, error)
 }
 
 // Open implements owner.Medium.
@@ -830,7 +830,7 @@ func (g *group) Open(ctx context.Context, serial string) (address string, err er
 		return "", err
 	}
 	if a, ok := medium.(addressed); ok {
-		address, err = a.Address(ctx)
+		address, err = a.Address()
 	}
 	if err == nil {
 		err = g.noteMedium(ctx, serial, medium.Info())
