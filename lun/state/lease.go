@@ -11,11 +11,15 @@ type Lessor interface {
 	Home
 	// Lease begins a lease. The home may make it longer than ttl, see Lease.TTL.
 	Lease(ctx context.Context, ttl time.Duration) (Lease, error)
+	// EndLease removes the values of a lease that another process may have begun. It does nothing if the lease has ended.
+	EndLease(ctx context.Context, id string) error
 }
 
 // A Lease keeps values in a Home. When it was not renewed for its TTL, the home removes them, soon after that and never before. Its
 // methods are safe for concurrent use, and end like those of Home.
 type Lease interface {
+	// ID returns what Lessor.EndLease takes.
+	ID() string
 	// TTL returns how long the values are safe from the moment when Renew, or Lessor.Lease, was called.
 	TTL() time.Duration
 	// Renew fails with ErrLeaseEnded if the values are permanently gone.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strconv"
 	"time"
 
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
@@ -36,6 +37,9 @@ func (h *Home) Lease(ctx context.Context, ttl time.Duration) (state.Lease, error
 	return &lease{h, grant.ID, time.Duration(grant.TTL) * time.Second}, nil
 }
 
+// ID implements state.Lease.
+func (l *lease) ID() string { return strconv.FormatInt(int64(l.id), 16) }
+
 // TTL implements state.Lease.
 func (l *lease) TTL() time.Duration { return l.ttl }
 
@@ -56,17 +60,27 @@ func (l *lease) Put(ctx context.Context, key string, data []byte, base state.Rev
 }
 
 // End implements state.Lease.
-func (l *lease) End(ctx context.Context) error {
-	ctx, done, err := l.home.begin(ctx, true)
+func (l *lease) End(ctx context.Context) error { return l.home.endLease(ctx, l.id) }
+
+// EndLease implements state.Lessor.
+func (h *Home) EndLease(ctx context.Context, id string) error {
+	n, err := strconv.ParseInt(id, 16, 64)
+	if err != nil {
+		return fmt.Errorf("lease %q: want a hexadecimal number", id)
+	}
+	return h.endLease(ctx, clientv3.LeaseID(n))
+}
+
+func (h *Home) endLease(ctx context.Context, id clientv3.LeaseID) error {
+	ctx, done, err := h.begin(ctx, true)
 	if err != nil {
 		return err
 	}
 	defer done()
-	_, err = l.home.client.Revoke(ctx, l.id)
-	if err = l.explain(ctx, err); errors.Is(err, state.ErrLeaseEnded) {
+	if _, err = h.client.Revoke(ctx, id); err == nil || errors.Is(err, rpctypes.ErrLeaseNotFound) {
 		return nil
 	}
-	return err
+	return h.explain(ctx, err)
 }
 
 // explain returns the error of a call about l that failed with err, or nil if err is.

@@ -132,6 +132,23 @@ func RunLessor(t *testing.T, place func(t *testing.T) (open func() state.Home)) 
 			t.Fatalf("the watch tells of the removal of %v", removed)
 		}
 	}
+	lost, _ := begin(time.Minute)
+	put(lost, "lost")
+	other := open().(state.Lessor) // of another process
+	defer other.Close()
+	for range 2 { // the second time it has ended
+		if err := other.EndLease(ctx, lost.ID()); err != nil {
+			t.Errorf("EndLease: %v", err)
+		}
+	}
+	h.want("lost", "", 0)
+	h.want("neighbor", "stays", neighbor)
+	if err := lost.Renew(ctx); !errors.Is(err, state.ErrLeaseEnded) {
+		t.Errorf("Renew after EndLease: %v", err)
+	}
+	if _, err := lost.Put(ctx, "lost", []byte("x"), 0); !errors.Is(err, state.ErrLeaseEnded) {
+		t.Errorf("Put after EndLease: %v", err)
+	}
 	if _, err := lessor.Lease(ctx, 0); err == nil {
 		t.Error("a lease of 0s is accepted")
 	}

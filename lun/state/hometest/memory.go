@@ -8,6 +8,7 @@ import (
 	"maps"
 	"math/rand/v2"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -24,6 +25,7 @@ type Memory struct {
 	last    state.Revision
 	watches map[*memoryWatch]bool
 	leases  map[*memoryLease]bool
+	begun   int // leases
 }
 
 type kept struct {
@@ -263,6 +265,7 @@ func (l *Link) Watch(ctx context.Context, prefix string) (<-chan state.Value, er
 func (l *Link) Close() error { return nil }
 
 type memoryLease struct {
+	id    string
 	link  *Link
 	ttl   time.Duration
 	timer *time.Timer
@@ -276,6 +279,8 @@ func (l *Link) Lease(ctx context.Context, ttl time.Duration) (state.Lease, error
 	}
 	lease := &memoryLease{link: l, ttl: ttl}
 	_, err := l.call(ctx, func() error {
+		l.begun++
+		lease.id = strconv.Itoa(l.begun)
 		l.leases[lease] = true
 		lease.timer = time.AfterFunc(ttl, func() {
 			l.mu.Lock()
@@ -299,6 +304,21 @@ func (le *memoryLease) expire() {
 		}
 	}
 }
+
+// EndLease implements state.Lessor.
+func (l *Link) EndLease(ctx context.Context, id string) error {
+	_, err := l.call(ctx, func() error {
+		for lease := range l.leases {
+			if lease.id == id {
+				lease.expire()
+			}
+		}
+		return nil
+	})
+	return err
+}
+
+func (le *memoryLease) ID() string { return le.id }
 
 func (le *memoryLease) TTL() time.Duration { return le.ttl }
 
