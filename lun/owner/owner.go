@@ -60,6 +60,9 @@ type Options struct {
 	Step time.Duration
 	// Failback is how long another gateway has to be there that should have a LUN rather, until it gets it. Default 30 s. Negative: never.
 	Failback time.Duration
+	// Moves is how many LUNs the gateway gives to others at a time, when it drains and when others should have them. Those that take them then open few stores
+	// at once, so that each LUN is away for a short time. Default 4.
+	Moves int
 
 	// Note is what the other gateways learn of this one, as JSON: see Member. nil: nothing.
 	Note json.RawMessage
@@ -73,6 +76,7 @@ const (
 	defaultTTL      = 5 * time.Second
 	defaultStep     = 200 * time.Millisecond
 	defaultFailback = 30 * time.Second
+	defaultMoves    = 4
 	renewals        = 5 // per TTL
 	// retry is the pause after a failure that concerns one LUN or the home.
 	retry = 500 * time.Millisecond
@@ -82,9 +86,6 @@ const (
 	company = 2 * time.Second
 	// maxBold is how many LUNs a gateway claims at a time that another one should have rather.
 	maxBold = 4
-	// maxMoves is how many LUNs a gateway gives to others at a time, when it drains and when others should have them. Those that take them then open few stores
-	// at once, so that each LUN is away for a short time.
-	maxMoves = 4
 	// maxSteps is how many steps a LUN keeps its place among these, while nobody opens it.
 	maxSteps = 10
 	// unableFor is how long a gateway leaves a LUN to others that it could not open.
@@ -126,7 +127,7 @@ type Gateway struct {
 	cancel context.CancelFunc
 	done   sync.WaitGroup
 	bold   chan struct{} // has room for maxBold
-	moves  chan struct{} // has room for maxMoves
+	moves  chan struct{} // has room for Options.Moves
 	calls  chan struct{} // has room for maxCalls
 
 	mu        sync.Mutex // guards the fields below
@@ -212,18 +213,21 @@ func Join(o Options) (*Gateway, error) {
 	if o.Margin == 0 {
 		o.Margin = o.TTL / 5
 	}
+	o.Moves = cmp.Or(o.Moves, defaultMoves)
 	switch {
 	case o.Name == "" || strings.Contains(o.Name, "/"):
 		return nil, fmt.Errorf("%q is not a name of a gateway", o.Name)
 	case o.TTL < time.Second:
 		return nil, fmt.Errorf("gateway %s: a lease of %v: it has to be at least 1s", o.Name, o.TTL)
+	case o.Moves < 0:
+		return nil, fmt.Errorf("gateway %s: %d moves at a time", o.Name, o.Moves)
 	case o.Margin < 0 || o.Margin > o.TTL/2:
 		return nil, fmt.Errorf("gateway %s: a margin of %v: it can be 0s to %v, half of the lease", o.Name, o.Margin, o.TTL/2)
 	}
 	g := &Gateway{o: o, hash: hash(o.Name), members: map[string]member{}, preferred: map[string]string{}, owners: map[string]opening{}, without: map[string]bool{}, known: map[string]state.Revision{},
 		units: map[string]*Unit{}, changed: make(chan struct{})}
 	g.calls = make(chan struct{}, maxCalls)
-	g.bold, g.moves, g.claims = make(chan struct{}, maxBold), make(chan struct{}, maxMoves), map[*Unit]time.Time{}
+	g.bold, g.moves, g.claims = make(chan struct{}, maxBold), make(chan struct{}, o.Moves), map[*Unit]time.Time{}
 	g.ctx, g.cancel = context.WithCancel(context.Background())
 	for _, name := range o.LUNs {
 		if name == "" || g.units[name] != nil {

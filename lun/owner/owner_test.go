@@ -461,8 +461,8 @@ func TestDrainOfMany(t *testing.T) {
 		drain(gr.nodes[0], 10*time.Second)
 		gr.settle(time.Minute, best("bc"))
 		gr.longest(1500 * time.Millisecond)
-		if gr.atOnce < 2 || gr.atOnce > maxMoves {
-			gr.Errorf("%d LUNs had no owner at a time, want 2 to %d", gr.atOnce, maxMoves)
+		if gr.atOnce < 2 || gr.atOnce > defaultMoves {
+			gr.Errorf("%d LUNs had no owner at a time, want 2 to %d", gr.atOnce, defaultMoves)
 		}
 		gr.disk.mu.Lock()
 		for _, lun := range gr.luns[:8] {
