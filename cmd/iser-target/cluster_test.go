@@ -358,13 +358,13 @@ func useOwn(t *testing.T, what string, s *station) (stop func()) {
 }
 
 // startGateway starts a gateway of a cluster with LUN 1 on an image of rbdfake, and a LUN 0 of its own.
-func startGateway(t *testing.T, name string, tag int, etcd string) *station {
+func startGateway(t *testing.T, name string, tag int, etcd, lease string) *station {
 	t.Helper()
 	s := &station{dir: t.TempDir()}
 	s.configure(t, func(text string) string {
 		text = strings.Replace(text, `{listen: "127.0.0.1:0"}`, fmt.Sprintf(`{listen: "127.0.0.1:0", tpgt: %d}`, tag), 1)
 		text = strings.Replace(text, "size: 1MiB}]", "size: 1MiB}, {id: 1, backend: rbd, path: 'rbd:p/disk', size: 1MiB, shared: true, naa: \"3000000000000001\"}]", 1)
-		return text + fmt.Sprintf("cluster: {name: %s, etcd: [%q], lease: 6s, failback: 1h}\n", name, etcd)
+		return text + fmt.Sprintf("cluster: {name: %s, etcd: [%q], lease: %s, failback: 1h}\n", name, etcd, lease)
 	})
 	s.startProgram(t, executable(t))
 	return s
@@ -381,8 +381,8 @@ func TestClusterOfProcesses(t *testing.T) {
 		t.Fatal(err)
 	}
 	wire := newCable(t, endpoint.Host)
-	a := startGateway(t, "a", 1, "http://"+wire.l.Addr().String())
-	b := startGateway(t, "b", 2, member.Endpoint())
+	a := startGateway(t, "a", 1, "http://"+wire.l.Addr().String(), "6s")
+	b := startGateway(t, "b", 2, member.Endpoint(), "6s")
 	pa, pb := &path{name: "a", addr: a.addr}, &path{name: "b", addr: b.addr}
 	testkit.Eventually(t, "the gateways know each other", func() bool {
 		st := read[schema.ClusterState](t, b, "cluster", "status")

@@ -101,7 +101,7 @@ func rootCommand(out, errOut io.Writer) *cobra.Command {
 	root.SetVersionTemplate("{{.Name}} {{.Version}}\n")
 	root.SetOut(out)
 	root.SetErr(errOut)
-	root.AddCommand(serveCommand(), initCommand(), versionCommand(), faultsCommand(), stateCommand(), supervisorCommand())
+	root.AddCommand(serveCommand(), initCommand(), versionCommand(), faultsCommand(), stateCommand(), supervisorCommand(), witnessCommand())
 	cli.AddTo(root)
 	cli.AddExamples(root)
 	return root

@@ -154,7 +154,7 @@ func (s *server) open(doc *config.Document, r *handover.Received) (d *daemon.Dae
 			sockets, err = api.Open(d.Listeners(), d.Effective().Control, d.Logger())
 			return err
 		},
-		Received: r, Successor: successor,
+		Received: r, Successor: successor, Witness: witnessProcess,
 	})
 	return d, sockets, err
 }

@@ -102,10 +102,12 @@ func supervise(link *os.File, came []unix.Signal) error {
 	var last unix.WaitStatus
 	for {
 		var status unix.WaitStatus
-		_, err := unix.Wait4(-1, &status, 0, nil)
+		pid, err := unix.Wait4(-1, &status, 0, nil)
 		switch {
 		case err == nil:
-			last = status
+			if s := serving.Load(); s == 0 || s == int64(pid) { // and not a child of that one
+				last = status
+			}
 		case errors.Is(err, unix.ECHILD):
 			exitLike(last)
 		case !errors.Is(err, unix.EINTR):

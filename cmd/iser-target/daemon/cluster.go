@@ -13,6 +13,7 @@ import (
 	"maps"
 	"os"
 	"os/exec"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -44,6 +45,7 @@ type group struct {
 	kept         atomic.Pointer[groupRecords] // nil: etcd has not answered yet
 	ctx          context.Context              // ends with close
 	end          context.CancelFunc
+	dismiss      context.CancelFunc // of the witness; nil: it has no such process
 	done         sync.WaitGroup
 	news         chan struct{} // has room for one: owners or gateways may have changed
 
@@ -72,9 +74,9 @@ const (
 	joinTime = 3 * time.Second
 	// firstOpen is how long a change waits for the first gateway that opens a shared LUN.
 	firstOpen = 15 * time.Second
-	// handTime is how long a gateway that ends waits for others to take its LUNs, and handTimeLUN how much longer for each of them: few move at a time.
+	// handTime is how long a gateway that ends waits for others to take its LUNs, and handTimeLUN how much longer for each of them, divided by moves.
 	handTime    = 10 * time.Second
-	handTimeLUN = 250 * time.Millisecond
+	handTimeLUN = time.Second
 	// fenceTime bounds a fence program.
 	fenceTime = 30 * time.Second
 )
@@ -150,6 +152,11 @@ func (d *Daemon) openGroup(cfg *config.Config) error {
 	if err != nil {
 		return fmt.Errorf("cluster: %w", err)
 	}
+	var w *witness
+	if d.witness != nil {
+		w = &witness{cluster: cfg.Cluster, command: d.witness, log: d.log, changed: make(chan struct{}, 1)}
+		home = watchedHome{home, w}
+	}
 	g := &group{d: d, c: cfg.Cluster, home: home, news: make(chan struct{}, 1), luns: map[string]*sharedLUN{}, media: map[string]noted{},
 		others: map[string][]uint16{}, wake: make(chan struct{})}
 	g.reservations, err = lun.NewSharedReservations(lun.SharedOptions{Home: home, Gateway: cfg.Cluster.Name, TTL: cfg.Cluster.Lease, Limit: d.net.limits.StateTimeout.Time})
@@ -158,6 +165,11 @@ func (d *Daemon) openGroup(cfg *config.Config) error {
 	}
 	g.ctx, g.end = context.WithCancel(context.Background())
 	d.group = g
+	if w != nil {
+		var ctx context.Context
+		ctx, g.dismiss = context.WithCancel(context.Background())
+		go w.run(ctx)
+	}
 	ctx, cancel := context.WithTimeout(g.ctx, joinTime)
 	defer cancel()
 	list, silent := home.List(ctx, mediumKey)
@@ -395,7 +407,7 @@ func (g *group) join() error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	gw, err := owner.Join(owner.Options{
-		Name: g.c.Name, Home: g.home, Medium: g, TTL: g.c.Lease, Failback: cmp.Or(g.c.Failback, time.Millisecond), Note: g.note(),
+		Name: g.c.Name, Home: g.home, Medium: g, TTL: g.c.Lease, Failback: cmp.Or(g.c.Failback, time.Millisecond), Moves: moves(), Note: g.note(),
 		News: g.nudge, Changed: g.changed,
 	})
 	if err != nil {
@@ -465,7 +477,12 @@ func (g *group) leave(ctx context.Context) {
 }
 
 // leaveTime bounds how long leave takes.
-func (g *group) leaveTime() time.Duration { return handTime + time.Duration(g.serves())*handTimeLUN }
+func (g *group) leaveTime() time.Duration {
+	return handTime + time.Duration(g.serves())*handTimeLUN/time.Duration(moves())
+}
+
+// moves returns how many LUNs the gateway gives to others at a time. To open a store keeps a CPU busy, on others that have as many.
+func moves() int { return min(runtime.GOMAXPROCS(0), 4) }
 
 // serves returns how many LUNs this gateway serves.
 func (g *group) serves() (n int) {
@@ -482,7 +499,7 @@ func (g *group) serves() (n int) {
 // sendAway waits until other gateways serve all LUNs, and gives the initiators a moment to find out while they still have this path: one
 // that is cut while it has commands costs them seconds.
 func (g *group) sendAway(ctx context.Context, gw *owner.Gateway) {
-	ctx, cancel := context.WithTimeout(ctx, handTime/4)
+	taken, cancel := context.WithTimeout(ctx, handTime/4)
 	defer cancel()
 	for {
 		g.mu.Lock()
@@ -493,7 +510,7 @@ func (g *group) sendAway(ctx context.Context, gw *owner.Gateway) {
 			}
 		}
 		g.mu.Unlock()
-		if waits == 0 || !sleepFor(ctx, 20*time.Millisecond) {
+		if waits == 0 || !sleepFor(taken, 20*time.Millisecond) {
 			break
 		}
 	}
@@ -502,8 +519,9 @@ func (g *group) sendAway(ctx context.Context, gw *owner.Gateway) {
 	}
 }
 
-// partingTime is what initiators have to use another path.
-const partingTime = time.Second
+// partingTime is what initiators have to use another path. multipathd looks at all paths once a second, as docs/cluster.md recommends, and sorts
+// them one disk after the other. A path that is cut before it is sorted out delays the disk until the initiator gives the session up.
+const partingTime = 3 * time.Second
 
 // sleepFor waits, and reports false if ctx ends first.
 func sleepFor(ctx context.Context, d time.Duration) bool {
@@ -520,6 +538,9 @@ func (g *group) close() error {
 	g.end()
 	g.done.Wait()
 	g.reservations.Close()
+	if g.dismiss != nil {
+		g.dismiss()
+	}
 	err := g.home.Close()
 	return errors.Join(err, g.kept.Load().close()) // after that: no change is under way any longer
 }

@@ -68,6 +68,9 @@ type Options struct {
 	// Successor returns a command that runs the program of the file that this one was started from, with the same
 	// arguments. nil: Upgrade is not possible.
 	Successor func() (*exec.Cmd, error)
+	// Witness returns a command that calls Witness with its standard input. nil: when the process is killed, the other gateways of a cluster wait
+	// until its lease expires.
+	Witness func() (*exec.Cmd, error)
 
 	// For tests.
 	openStore func(*config.LUN) (backend.Store, error)    // nil: openBackend
@@ -128,6 +131,7 @@ type Daemon struct {
 	before    func(what string) error
 	openStore func(*config.LUN) (backend.Store, error)
 	openHome  func(*config.Cluster) (state.Lessor, error)
+	witness   func() (*exec.Cmd, error)
 }
 
 // network is what connections need before they belong to a session.
@@ -185,7 +189,7 @@ func New(doc *config.Document, o Options) (*Daemon, error) {
 	if d.openStore == nil {
 		d.openStore = d.openBackend
 	}
-	d.openHome = o.openHome
+	d.openHome, d.witness = o.openHome, o.Witness
 	if d.openHome == nil {
 		d.openHome = openHome
 	}

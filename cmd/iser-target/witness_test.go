@@ -1,0 +1,97 @@
+package main
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
+	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/etcdserver"
+	"github.com/iser-target/iser-target/tests/testkit/rbdfake"
+)
+
+// witnessOf returns the ID of the witness of a process, or 0.
+func witnessOf(pid int) int {
+	lists, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/children", pid))
+	for _, list := range lists {
+		text, _ := os.ReadFile(list) // the thread may have ended
+		for _, child := range strings.Fields(string(text)) {
+			line, _ := os.ReadFile("/proc/" + child + "/cmdline")
+			if n, err := strconv.Atoi(child); err == nil && slices.Contains(strings.Split(string(line), "\x00"), witnessName) {
+				return n
+			}
+		}
+	}
+	return 0
+}
+
+// When a gateway is killed, the other one takes over long before the lease expires, also after an upgrade, and after its witness was killed once. The
+// supervisor of an upgraded target then ends as that did. A LUN that is not shared is served all the time.
+func TestWitness(t *testing.T) {
+	rbdfake.Install(t, "p")
+	member := etcdserver.Start(t, 1)[0]
+	a, b := startGateway(t, "a", 1, member.Endpoint(), "1m"), startGateway(t, "b", 2, member.Endpoint(), "6s")
+	both := func(what string) {
+		testkit.Eventually(t, what+": both gateways are there", func() bool {
+			st := read[schema.ClusterState](t, a, "cluster", "status")
+			return len(st.Gateways) == 2 && st.Reason == "" && st.LUNs[0].Owner != ""
+		})
+	}
+	both("start")
+	a.ok(t, "cluster", "handover", "1", "a")
+	pa := &path{name: "a", addr: a.addr}
+	w := watch(t, pa, &path{name: "b", addr: b.addr})
+	ready := func(pid int) {
+		testkit.Eventually(t, "the owner answers", func() bool {
+			w.mu.Lock()
+			defer w.mu.Unlock()
+			return w.owner == "a" && w.acked > 0
+		})
+		testkit.Eventually(t, "it has a witness", func() bool { return witnessOf(pid) != 0 })
+		w.fresh()
+	}
+	defer useOwn(t, "all the time", b)()
+
+	pid := a.cmd.Process.Pid
+	ready(pid)
+	before := witnessOf(pid)
+	if err := syscall.Kill(before, syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	testkit.Eventually(t, "there is another witness", func() bool { n := witnessOf(pid); return n != 0 && n != before })
+	if err := a.cmd.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	w.moved("kill -9", "b", 20*time.Second)
+	a.cmd.Wait()
+	a.startProgram(t, executable(t)) // at once, under the same name
+	pa.set(a.addr)
+	both("restart")
+	a.ok(t, "cluster", "handover", "1", "a")
+	a.ok(t, "upgrade")
+	both("upgrade")
+	a.ok(t, "cluster", "handover", "1", "a")
+	pid = a.serving(t)
+	ready(pid)
+	ended := make(chan error, 1)
+	go func() { ended <- a.cmd.Wait() }()
+	if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	w.moved("kill -9 after an upgrade", "b", 20*time.Second)
+	select {
+	case <-ended:
+	case <-time.After(testkit.Patience):
+		t.Fatal("the supervisor does not end")
+	}
+	if st := a.cmd.ProcessState.Sys().(syscall.WaitStatus); !st.Signaled() || st.Signal() != syscall.SIGKILL {
+		t.Errorf("the supervisor ends with %v", a.cmd.ProcessState)
+	}
+}
