@@ -33,17 +33,16 @@ const linuxKey, nodeKey = 0xa, 0xb
 // makes a disk of both. On its ext4, a counter is written with O_DSYNC, and fio verifies what it writes. Linux holds a reservation that
 // keeps others from writing.
 type cluster struct {
-	t                  *testing.T
-	v                  *vm.VM
-	members            []*etcdserver.Member
-	a, b               *harness.Target
-	planned, unplanned time.Duration // for how long the counter may pause
+	t       *testing.T
+	v       *vm.VM
+	members []*etcdserver.Member
+	a, b    *harness.Target
 }
 
 // newCluster starts the gateways and what Linux does.
 func newCluster(t *testing.T, v *vm.VM, path string, env ...string) *cluster {
 	t.Helper()
-	c := &cluster{t: t, v: v, members: etcdserver.Start(t, 3), planned: planned, unplanned: unplanned}
+	c := &cluster{t: t, v: v, members: etcdserver.Start(t, 3)}
 	c.a, c.b = c.gateway("a", 1, path, env), c.gateway("b", 2, path, env)
 	c.both("start")
 	testkit.Eventually(t, "the LUN is served", func() bool { return c.status(c.a).LUNs[0].Owner != "" })
@@ -192,23 +191,23 @@ func (c *cluster) reserved(what string) {
 // For how long the counter may pause. Linux notices a gateway that is silent later than one that was killed, whose connections are reset.
 const planned, unplanned, silent = 2 * time.Second, 8 * time.Second, 12 * time.Second
 
-// These take the place of planned and unplanned where four processes of Ceph have the CPUs, too. Ceph itself has to notice an OSD that is frozen.
-const plannedOnCeph, unplannedOnCeph, frozenOSD = 4 * time.Second, 12 * time.Second, 30 * time.Second
+// frozenOSD is the same while Ceph notices that an OSD is frozen, after 5 s at the earliest, and its other OSDs take over.
+const frozenOSD = 20 * time.Second
 
 // lose makes the gateways end in all ways.
 func (c *cluster) lose() {
 	t, a, b := c.t, c.a, c.b
 	t.Helper()
-	c.event("hand-over", c.planned, func() { a.Manage(t, "cluster", "handover", "0", "b") })
-	c.event("hand-over back", c.planned, func() { b.Manage(t, "cluster", "handover", "0", "a") })
-	c.event("SIGTERM", c.planned, func() {
+	c.event("hand-over", planned, func() { a.Manage(t, "cluster", "handover", "0", "b") })
+	c.event("hand-over back", planned, func() { b.Manage(t, "cluster", "handover", "0", "a") })
+	c.event("SIGTERM", planned, func() {
 		a.Stop(t)
 		a.Start(t)
 		c.both("restart")
 	})
 	c.run("await paths 2")
-	c.event("hand-over to the new process", c.planned, func() { b.Manage(t, "cluster", "handover", "0", "a") })
-	c.event("kill -9", c.unplanned, func() {
+	c.event("hand-over to the new process", planned, func() { b.Manage(t, "cluster", "handover", "0", "a") })
+	c.event("kill -9", unplanned, func() {
 		a.Kill(t)
 		c.run("await counts")
 		a.Start(t)
@@ -232,7 +231,7 @@ func (c *cluster) lose() {
 		c.both("thawed")
 	})
 	c.run("await paths 2")
-	c.event("hand-over to the thawed gateway", c.planned, func() { b.Manage(t, "cluster", "handover", "0", "a") })
+	c.event("hand-over to the thawed gateway", planned, func() { b.Manage(t, "cluster", "handover", "0", "a") })
 }
 
 // fence makes Linux and the node put each other out, as fence_scsi does, through the gateway that does not serve the LUN. It ends what
@@ -326,9 +325,8 @@ func TestClusterOnCeph(t *testing.T) {
 		t.Fatal(err)
 	}
 	c := newCluster(t, v, "rbd:"+cephcluster.Pool+"/disk?conf="+ceph.Conf)
-	c.planned, c.unplanned = plannedOnCeph, unplannedOnCeph
 	c.lose()
-	c.event("an OSD is lost", c.unplanned, func() {
+	c.event("an OSD is lost", unplanned, func() {
 		ceph.Signal("osd.0", syscall.SIGKILL)
 		time.Sleep(5 * time.Second)
 	})

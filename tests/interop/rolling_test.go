@@ -40,7 +40,7 @@ func TestClusterRolls(t *testing.T) {
 		gateways = append(gateways, harness.Config{
 			Targets: fmt.Sprintf("  - name: %s\n    initiators: [\"*\"]\n    luns:\n%s", clusterTarget, list),
 			Portals: []harness.Portal{{TPGT: i + 1}},
-			More:    fmt.Sprintf("cluster: {name: %s, etcd: [\"%s\"], failback: 1s}\n", name, endpoints),
+			More:    fmt.Sprintf("cluster: {name: %s, etcd: [\"%s\"], failback: 20s}\n", name, endpoints),
 		}.Start(t))
 	}
 	settled := func() (owned [3]int, ok bool) {
@@ -71,7 +71,7 @@ func TestClusterRolls(t *testing.T) {
 	owned, _ := settled()
 	t.Logf("the gateways serve %v LUNs", owned)
 	defer v.Try(t, clusterDown, long)
-	v.Run(t, script(gateways[0], fmt.Sprintf("POLLING=3\nIQN=%s\nISER=%s\nTCP='%s %s'\n", clusterTarget, gateways[0].Addr(), gateways[1].Addr(), gateways[2].Addr())+
+	v.Run(t, script(gateways[0], fmt.Sprintf("IQN=%s\nISER=%s\nTCP='%s %s'\n", clusterTarget, gateways[0].Addr(), gateways[1].Addr(), gateways[2].Addr())+
 		clusterPaths+fmt.Sprintf("await paths %d\n", 3*luns)), long)
 
 	// pauses runs fio while do runs, and checks for how long its longest commands took.

@@ -94,6 +94,7 @@ osd pool default pgp num = 16
 osd pool default pg autoscale mode = off
 osd crush chooseleaf type = 0
 osd pool default read lease ratio = {{.Lease}}
+osd heartbeat grace = 5
 [client]
 admin socket =
 log file =
@@ -115,7 +116,6 @@ bluestore cache size = 134217728
 osd op num shards = 2
 osd op num threads per shard = 2
 osd heartbeat interval = 1
-osd heartbeat grace = 5
 osd max markdown count = 100000
 `))
 
