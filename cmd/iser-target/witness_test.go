@@ -17,14 +17,14 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit/rbdfake"
 )
 
-// witnessOf returns the ID of the witness of a process, or 0.
-func witnessOf(pid int) int {
+// childOf returns the ID of the child of a process that runs the command, or 0.
+func childOf(pid int, command string) int {
 	lists, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/children", pid))
 	for _, list := range lists {
 		text, _ := os.ReadFile(list) // the thread may have ended
 		for _, child := range strings.Fields(string(text)) {
 			line, _ := os.ReadFile("/proc/" + child + "/cmdline")
-			if n, err := strconv.Atoi(child); err == nil && slices.Contains(strings.Split(string(line), "\x00"), witnessName) {
+			if n, err := strconv.Atoi(child); err == nil && slices.Contains(strings.Split(string(line), "\x00"), command) {
 				return n
 			}
 		}
@@ -54,31 +54,32 @@ func TestWitness(t *testing.T) {
 			defer w.mu.Unlock()
 			return w.owner == "a" && w.acked > 0
 		})
-		testkit.Eventually(t, "it has a witness", func() bool { return witnessOf(pid) != 0 })
+		testkit.Eventually(t, "it has a witness", func() bool { return childOf(pid, witnessName) != 0 })
 		w.fresh()
 	}
 	defer useOwn(t, "all the time", b)()
 
 	pid := a.cmd.Process.Pid
 	ready(pid)
-	before := witnessOf(pid)
+	before := childOf(pid, witnessName)
 	if err := syscall.Kill(before, syscall.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
-	testkit.Eventually(t, "there is another witness", func() bool { n := witnessOf(pid); return n != 0 && n != before })
+	testkit.Eventually(t, "there is another witness", func() bool { n := childOf(pid, witnessName); return n != 0 && n != before })
 	if err := a.cmd.Process.Kill(); err != nil {
 		t.Fatal(err)
 	}
 	w.moved("kill -9", "b", 20*time.Second)
 	a.cmd.Wait()
 	a.startProgram(t, executable(t)) // at once, under the same name
+	pid = a.cmd.Process.Pid
 	pa.set(a.addr)
 	both("restart")
 	a.ok(t, "cluster", "handover", "1", "a")
 	a.ok(t, "upgrade")
 	both("upgrade")
 	a.ok(t, "cluster", "handover", "1", "a")
-	pid = a.serving(t)
+	pid = childOf(pid, "serve") // the supervisor also has what its descendants leave
 	ready(pid)
 	ended := make(chan error, 1)
 	go func() { ended <- a.cmd.Wait() }()
