@@ -41,6 +41,9 @@ func becomeSupervisor(link *os.File, came <-chan os.Signal) error {
 	return fmt.Errorf("another process serves, but this one cannot wait for its end: %w", err)
 }
 
+// nameProcess gives a process that runs /proc/self/exe a name other than exe, for people only.
+func nameProcess() { os.WriteFile("/proc/self/comm", []byte("iser-target"), 0) }
+
 // toPass are signals for the process that serves. main lets them come before all else.
 var toPass = make(chan os.Signal, 16)
 
@@ -68,7 +71,7 @@ func supervisorCommand() *cobra.Command {
 // supervise passes signals to the process at the other end of link, first those that came before, and waits for all children. It ends the
 // process like the last of them.
 func supervise(link *os.File, came []unix.Signal) error {
-	os.WriteFile("/proc/self/comm", []byte("iser-target"), 0) // instead of exe; only for people
+	nameProcess()
 	if err := unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0); err != nil {
 		return fmt.Errorf("prctl: %w", err)
 	}

@@ -28,8 +28,8 @@ func witnessCommand() *cobra.Command {
 			if st, err := os.Stdin.Stat(); err != nil || st.Mode()&os.ModeNamedPipe == 0 {
 				return errors.New("serve starts this command")
 			}
-			signal.Ignore(passed...)                                  // the service manager ends what a process that was killed has left
-			os.WriteFile("/proc/self/comm", []byte("iser-target"), 0) // instead of exe; only for people
+			signal.Ignore(passed...) // the service manager ends what a process that was killed has left
+			nameProcess()
 			return daemon.Witness(cmd.Context(), os.Stdin)
 		},
 	}

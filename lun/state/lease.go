@@ -11,7 +11,7 @@ type Lessor interface {
 	Home
 	// Lease begins a lease. The home may make it longer than ttl, see Lease.TTL.
 	Lease(ctx context.Context, ttl time.Duration) (Lease, error)
-	// EndLease removes the values of a lease that another process may have begun. It does nothing if the lease has ended.
+	// EndLease removes the values of a lease that another process may have begun. It does nothing if the lease is over.
 	EndLease(ctx context.Context, id string) error
 }
 

@@ -136,7 +136,7 @@ func RunLessor(t *testing.T, place func(t *testing.T) (open func() state.Home)) 
 	put(lost, "lost")
 	other := open().(state.Lessor) // of another process
 	defer other.Close()
-	for range 2 { // the second time it has ended
+	for range 2 { // the second time it is over
 		if err := other.EndLease(ctx, lost.ID()); err != nil {
 			t.Errorf("EndLease: %v", err)
 		}

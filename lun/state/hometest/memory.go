@@ -25,7 +25,7 @@ type Memory struct {
 	last    state.Revision
 	watches map[*memoryWatch]bool
 	leases  map[*memoryLease]bool
-	begun   int // leases
+	begun   int // leases, which have that as their ID
 }
 
 type kept struct {
