@@ -90,7 +90,10 @@ func (s *station) run(t *testing.T, args ...string) (out, errOut string, code in
 	t.Helper()
 	var stdout, stderr bytes.Buffer
 	if raceEnabled {
-		t.Setenv("ISER_TARGET_CONTROL_SOCKET", s.socket) // the last station to start has set its own
+		const name = "ISER_TARGET_CONTROL_SOCKET"
+		if os.Getenv(name) != s.socket { // the last station to start has set its own; Setenv is for one goroutine at a time
+			t.Setenv(name, s.socket)
+		}
 		root := rootCommand(&stdout, &stderr)
 		root.SetArgs(args)
 		code = cli.Report(&stderr, root.ExecuteContext(t.Context()))
