@@ -194,6 +194,18 @@ func (u *Unit) Admits() bool { return u.admits.Load().isOpen() }
 // the LUN already.
 func (u *Unit) MayAnswer() bool { return u.answers.Load().isOpen() }
 
+// Put does what state.Home.Put does as long as this gateway owns the LUN, and fails with a state.ErrConflict otherwise. The home checks
+// that when it stores the value. So no gateway can change what a later owner has found.
+func (u *Unit) Put(ctx context.Context, key string, data []byte, base state.Revision) (state.Revision, error) {
+	u.g.mu.Lock()
+	t := u.g.term
+	u.g.mu.Unlock()
+	if t == nil {
+		return 0, fmt.Errorf("%w: the gateway has no lease", state.ErrConflict)
+	}
+	return t.lease.PutHeld(ctx, key, data, base, ownerKey+u.name)
+}
+
 // Reopen makes the owner give the LUN up, so that the gateway that should have it, perhaps this one, opens its store again. It is for a store that
 // has failed.
 func (u *Unit) Reopen() {

@@ -12,6 +12,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/iser-target/iser-target/lun/state"
 	"github.com/iser-target/iser-target/lun/state/hometest"
 )
 
@@ -583,6 +584,44 @@ func TestHandover(t *testing.T) {
 			gr.Fatal(err)
 		}
 		gr.settle(time.Minute, want)
+	})
+}
+
+// Only the owner changes what Unit.Put stores: neither another gateway nor the owner before does.
+func TestPut(t *testing.T) {
+	bubble(t, 2, 2, nil, func(gr *group) {
+		gr.settle(time.Minute, best("ab"))
+		lun := gr.luns[0]
+		owner, other := gr.nodes[0], gr.nodes[1]
+		if best("ab")(lun) == "b" {
+			owner, other = other, owner
+		}
+		late := owner.g.Unit(lun)
+		if _, err := other.g.Unit(lun).Put(gr.Context(), "work", []byte("x"), 0); !errors.Is(err, state.ErrConflict) {
+			gr.Errorf("Put of another gateway: %v, want a conflict", err)
+		}
+		r, err := late.Put(gr.Context(), "work", []byte("x"), 0)
+		if err != nil {
+			gr.Fatal(err)
+		}
+		owner.g.mu.Lock()
+		before := owner.g.term
+		owner.g.mu.Unlock()
+		owner.link.Cut(true)
+		gr.settle(time.Minute, func(string) string { return other.name })
+		owner.link.Cut(false)
+		if _, err := late.Put(gr.Context(), "work", nil, r); !errors.Is(err, state.ErrConflict) {
+			gr.Errorf("Put of the owner before: %v, want a conflict", err)
+		}
+		if _, err := before.lease.PutHeld(gr.Context(), "work", nil, r, ownerKey+lun); !errors.Is(err, state.ErrConflict) {
+			gr.Errorf("Put of the owner before, as if it had not heard of the end of its lease: %v, want a conflict", err)
+		}
+		if v, err := other.link.Get(gr.Context(), "work"); err != nil || string(v.Data) != "x" {
+			gr.Errorf("the value is %q, %v", v.Data, err)
+		}
+		if _, err := other.g.Unit(lun).Put(gr.Context(), "work", nil, r); err != nil {
+			gr.Errorf("Put of the next owner: %v", err)
+		}
 	})
 }
 

@@ -130,6 +130,13 @@ func (k *Keeper[R]) follow(ctx context.Context, v Value, changed func(unit strin
 	}
 }
 
+// Refresh learns what a shared home has of a unit. Get returns that from then on.
+func (k *Keeper[R]) Refresh(ctx context.Context, unit string) error {
+	d := k.unit(unit)
+	never := Value{Key: d.key, Data: []byte{}, Revision: -1} // so that the home is asked
+	return d.wrap(d.look(ctx, &update[Records[R]]{keys: []string{unit}, seen: &never, told: func() {}}))
+}
+
 // unit returns the document that has the record of a unit.
 func (k *Keeper[R]) unit(unit string) *Document[Records[R]] {
 	if k.home == nil {

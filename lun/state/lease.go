@@ -26,6 +26,9 @@ type Lease interface {
 	Renew(ctx context.Context) error
 	// Put does what Home.Put does. The value stays as long as the lease. Put fails with ErrLeaseEnded after that.
 	Put(ctx context.Context, key string, data []byte, base Revision) (Revision, error)
+	// PutHeld does what Home.Put does, if the value of the key held is one of this lease at that moment, and fails with an ErrConflict
+	// otherwise. What it stores does not end with the lease.
+	PutHeld(ctx context.Context, key string, data []byte, base Revision, held string) (Revision, error)
 	// End removes the values now.
 	End(ctx context.Context) error
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -561,6 +562,44 @@ func TestFollow(t *testing.T) {
 		time.Sleep(time.Millisecond)
 	}
 	wantTold(unit(0))
+}
+
+// Refresh finds what another process has made of one unit, or that the home does not answer.
+func TestRefresh(t *testing.T) {
+	h := newSharedHome(t)
+	one, two := openSharedCards(t, h), openSharedCards(t, h)
+	for n := range 2 {
+		if _, err := one.Put(card{unit(n), "new"}, Patience{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, want := range []string{"new", ""} {
+		if err := two.Refresh(t.Context(), unit(0)); err != nil {
+			t.Fatal(err)
+		}
+		wantCard(t, two, 0, want)
+		wantCard(t, two, 1, "") // nobody has asked
+		if _, err := one.Remove(unit(0), Patience{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := two.Put(card{unit(0), "of two"}, Patience{}); err != nil {
+		t.Errorf("Put after Refresh: %v", err)
+	}
+	if _, err := two.Put(card{unit(1), "of two"}, Patience{}); !errors.Is(err, ErrConflict) {
+		t.Errorf("Put without Refresh: %v, want a conflict", err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := two.Refresh(ctx, unit(0)); !errors.Is(err, context.Canceled) {
+		t.Errorf("Refresh after its end: %v", err)
+	}
+	if err := two.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if err := two.Refresh(t.Context(), unit(0)); !errors.Is(err, fs.ErrClosed) {
+		t.Errorf("Refresh after Close: %v", err)
+	}
 }
 
 // What follows a home survives that the home does not answer, and records that are damaged. Those cost their units only.

@@ -308,11 +308,11 @@ func (sentHandler) HandleConn(context.Context, stats.ConnStats)                 
 
 // Put implements state.Home. data has at most MaxValue bytes.
 func (h *Home) Put(ctx context.Context, key string, data []byte, base state.Revision) (state.Revision, error) {
-	return h.put(ctx, key, data, base, clientv3.NoLease)
+	return h.put(ctx, key, data, base, clientv3.NoLease, "")
 }
 
-// put does what Put does, for a value that stays as long as the lease.
-func (h *Home) put(ctx context.Context, key string, data []byte, base state.Revision, lease clientv3.LeaseID) (state.Revision, error) {
+// put does what Put does, for a value that stays as long as the lease, or, if held is the key of a value, what Lease.PutHeld does.
+func (h *Home) put(ctx context.Context, key string, data []byte, base state.Revision, lease clientv3.LeaseID, held string) (state.Revision, error) {
 	if err := checkKey(key); err != nil {
 		return 0, err
 	}
@@ -324,10 +324,19 @@ func (h *Home) put(ctx context.Context, key string, data []byte, base state.Revi
 		return 0, err
 	}
 	defer done()
-	name := h.values + key
+	name, holder := h.values+key, h.values+held
+	var of []clientv3.OpOption // of the value
+	var ifHeld []clientv3.Cmp
+	var whoHolds []clientv3.Op
+	if held == "" {
+		of = append(of, clientv3.WithLease(lease))
+	} else {
+		ifHeld = append(ifHeld, clientv3.Compare(clientv3.LeaseValue(holder), "=", lease))
+		whoHolds = append(whoHolds, clientv3.OpGet(holder, clientv3.WithKeysOnly()))
+	}
 	op := clientv3.OpDelete(name)
 	if data != nil {
-		op = clientv3.OpPut(name, string(data), clientv3.WithLease(lease))
+		op = clientv3.OpPut(name, string(data), of...)
 	}
 	for {
 		if err := h.settle(ctx, func(k string) bool { return k == key }); err != nil {
@@ -338,9 +347,9 @@ func (h *Home) put(ctx context.Context, key string, data []byte, base state.Revi
 		h.mu.Unlock()
 		var sent atomic.Bool
 		resp, err := h.client.Txn(context.WithValue(ctx, sentKey{}, &sent)).
-			If(clientv3.Compare(clientv3.ModRevision(name), "=", int64(base)), clientv3.Compare(clientv3.ModRevision(h.fenceKey), "=", fence)).
+			If(append(ifHeld, clientv3.Compare(clientv3.ModRevision(name), "=", int64(base)), clientv3.Compare(clientv3.ModRevision(h.fenceKey), "=", fence))...).
 			Then(op).
-			Else(clientv3.OpGet(name, clientv3.WithKeysOnly()), clientv3.OpGet(h.fenceKey, clientv3.WithKeysOnly())).
+			Else(append([]clientv3.Op{clientv3.OpGet(name, clientv3.WithKeysOnly())}, whoHolds...)...).
 			Commit()
 		switch {
 		case errors.Is(err, rpctypes.ErrLeaseNotFound):
@@ -357,8 +366,13 @@ func (h *Home) put(ctx context.Context, key string, data []byte, base state.Revi
 		case resp.Succeeded:
 			return state.Revision(resp.Header.Revision), nil
 		}
-		if is := revisionIn(resp, 0); is != int64(base) {
+		if is := revisionOf(foundIn(resp, 0)); is != int64(base) {
 			return 0, fmt.Errorf("%w: %s has revision %d, not %d", state.ErrConflict, key, is, base)
+		}
+		if held != "" {
+			if kv := foundIn(resp, 1); kv == nil || clientv3.LeaseID(kv.Lease) != lease {
+				return 0, fmt.Errorf("%w: %s is not of the lease that has to have it", state.ErrConflict, held)
+			}
 		}
 		if err := h.raiseFence(ctx, fence); err != nil { // another call has raised it, or its lease has ended
 			return 0, err
@@ -366,12 +380,20 @@ func (h *Home) put(ctx context.Context, key string, data []byte, base state.Revi
 	}
 }
 
-// revisionIn returns the revision of the key that answer i of a transaction is about.
-func revisionIn(resp *clientv3.TxnResponse, i int) int64 {
+// foundIn returns what answer i of a transaction has found, or nil.
+func foundIn(resp *clientv3.TxnResponse, i int) *mvccpb.KeyValue {
 	if kvs := resp.Responses[i].GetResponseRange().Kvs; len(kvs) > 0 {
-		return kvs[0].ModRevision
+		return kvs[0]
 	}
-	return 0
+	return nil
+}
+
+// revisionOf returns the revision of kv, which may be nil.
+func revisionOf(kv *mvccpb.KeyValue) int64 {
+	if kv == nil {
+		return 0
+	}
+	return kv.ModRevision
 }
 
 // settle makes sure that no earlier Put of the keys is still on its way.

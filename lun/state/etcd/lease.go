@@ -56,7 +56,12 @@ func (l *lease) Renew(ctx context.Context) error {
 
 // Put implements state.Lease.
 func (l *lease) Put(ctx context.Context, key string, data []byte, base state.Revision) (state.Revision, error) {
-	return l.home.put(ctx, key, data, base, l.id)
+	return l.home.put(ctx, key, data, base, l.id, "")
+}
+
+// PutHeld implements state.Lease.
+func (l *lease) PutHeld(ctx context.Context, key string, data []byte, base state.Revision, held string) (state.Revision, error) {
+	return l.home.put(ctx, key, data, base, l.id, held)
 }
 
 // End implements state.Lease.

@@ -152,6 +152,37 @@ func RunLessor(t *testing.T, place func(t *testing.T) (open func() state.Home)) 
 	if _, err := lessor.Lease(ctx, 0); err == nil {
 		t.Error("a lease of 0s is accepted")
 	}
+	holder, _ := begin(time.Minute)
+	late, _ := begin(time.Minute)
+	put(holder, "held")
+	putHeld := func(l state.Lease, data []byte, base state.Revision, held string, fails bool) state.Revision {
+		t.Helper()
+		r, err := l.PutHeld(ctx, "work", data, base, held)
+		if fails != errors.Is(err, state.ErrConflict) || errors.Is(err, state.ErrUnsure) || !fails && err != nil {
+			t.Errorf("PutHeld by the holder of %s: %v, want a conflict: %v", held, err, fails)
+		}
+		return r
+	}
+	putHeld(late, []byte("x"), 0, "held", true)
+	putHeld(holder, []byte("x"), 0, "nothing", true)
+	putHeld(holder, []byte("x"), 0, "neighbor", true) // has no lease
+	h.want("work", "", 0)
+	work := putHeld(holder, []byte("begun"), 0, "held", false)
+	h.want("work", "begun", work)
+	putHeld(late, nil, work, "held", true)
+	putHeld(holder, []byte("x"), work+1000, "held", true)
+	work = putHeld(holder, []byte("continued"), work, "held", false)
+	if err := holder.End(ctx); err != nil {
+		t.Fatal(err)
+	}
+	h.want("work", "continued", work) // it is not of the lease
+	putHeld(holder, nil, work, "held", true)
+	put(late, "held")
+	putHeld(holder, nil, work, "held", true)
+	h.want("work", "continued", work)
+	putHeld(late, nil, work, "held", false)
+	h.want("work", "", 0)
+	h.want("neighbor", "stays", neighbor)
 }
 
 // A home is one under test.

@@ -178,13 +178,14 @@ func (l *Link) Get(ctx context.Context, key string) (v state.Value, err error) {
 
 // Put implements state.Home.
 func (l *Link) Put(ctx context.Context, key string, data []byte, base state.Revision) (state.Revision, error) {
-	return l.put(ctx, key, data, base, nil)
+	return l.put(ctx, key, data, base, nil, func() error { return nil })
 }
 
-func (l *Link) put(ctx context.Context, key string, data []byte, base state.Revision, lease *memoryLease) (r state.Revision, err error) {
+// put stores a value of the lease, which may be nil, unless may fails.
+func (l *Link) put(ctx context.Context, key string, data []byte, base state.Revision, lease *memoryLease, may func() error) (r state.Revision, err error) {
 	begun, err := l.call(ctx, func() error {
-		if lease != nil && lease.ended {
-			return state.ErrLeaseEnded
+		if err := may(); err != nil {
+			return err
 		}
 		if l.values[key].Revision != base {
 			return state.ErrConflict
@@ -334,7 +335,21 @@ func (le *memoryLease) Renew(ctx context.Context) error {
 }
 
 func (le *memoryLease) Put(ctx context.Context, key string, data []byte, base state.Revision) (state.Revision, error) {
-	return le.link.put(ctx, key, data, base, le)
+	return le.link.put(ctx, key, data, base, le, func() error {
+		if le.ended {
+			return state.ErrLeaseEnded
+		}
+		return nil
+	})
+}
+
+func (le *memoryLease) PutHeld(ctx context.Context, key string, data []byte, base state.Revision, held string) (state.Revision, error) {
+	return le.link.put(ctx, key, data, base, nil, func() error {
+		if le.link.values[held].lease != le {
+			return state.ErrConflict
+		}
+		return nil
+	})
 }
 
 func (le *memoryLease) End(ctx context.Context) error {
