@@ -1,6 +1,8 @@
 package lun
 
 import (
+	"errors"
+
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/backend/protection"
 	"github.com/iser-target/iser-target/lun/fair"
@@ -287,14 +289,34 @@ func (u *Unit) sync(c *Command) error {
 func (u *Unit) Sync() error { return u.sync(nil) }
 
 // inSanitize makes a call for the sanitize that is running, which it enters and leaves. It fails with
-// backend.ErrClosed if the unit is being closed.
+// backend.ErrClosed if the sanitize has to end. A store that moves, or is opened again, does not end it by itself.
 func (u *Unit) inSanitize(w fair.Work, call func() error) error {
-	if !u.gate.Enter(&u.sanitizer.call, w) {
-		return backend.ErrClosed
+	for {
+		if !u.gate.Enter(&u.sanitizer.call, w) {
+			return backend.ErrClosed
+		}
+		u.watchStore()
+		err := call()
+		u.gate.Leave(&u.sanitizer.call)
+		if !errors.Is(err, backend.ErrMoved) {
+			return err
+		}
+		if !u.sanitizer.pause(sanitizeRetry) {
+			return backend.ErrClosed
+		}
 	}
-	u.watchStore()
-	defer u.gate.Leave(&u.sanitizer.call)
-	return call()
+}
+
+// sanitizeSync syncs the store for the sanitize that is running.
+func (u *Unit) sanitizeSync() error {
+	for {
+		if err := u.sync(nil); !errors.Is(err, backend.ErrMoved) {
+			return err
+		}
+		if !u.sanitizer.pause(sanitizeRetry) {
+			return backend.ErrClosed
+		}
+	}
 }
 
 // sanitizeWrite writes to the store for the sanitize that is running.

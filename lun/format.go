@@ -90,7 +90,7 @@ func (u *Unit) format() error {
 			return err
 		}
 	}
-	return u.sync(nil)
+	return u.sanitizeSync()
 }
 
 // failure returns the sense data of the command whose job fails.

@@ -21,8 +21,10 @@ func (u *Unit) AdoptSize() {
 }
 
 // Moved ends what a gateway keeps only as long as it has the store: reservations by RESERVE, ROD tokens, copies in the background, and
-// that the medium must not be removed.
-func (u *Unit) Moved() {
+// that the medium must not be removed. It reports whether it has interrupted a sanitize, which ends when calls of the store do.
+func (u *Unit) Moved() (interrupted bool) {
+	u.sanitizer.halt()
+	interrupted = u.isSanitizing()
 	all := func(*Nexus) bool { return true }
 	u.dropReserveOf(all)
 	u.endBackground(all)
@@ -32,4 +34,5 @@ func (u *Unit) Moved() {
 	for l := range u.seen {
 		l.prevents = false
 	}
+	return interrupted
 }

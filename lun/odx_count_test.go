@@ -135,7 +135,7 @@ func TestTransferCountsOfSanitize(t *testing.T) {
 				clear(res.sense[15:])
 			}
 			wantTransfer(t, res, s.want, blocks)
-			<-unit.sanitizer.done
+			<-unit.sanitizer.run.done
 			r.settle(r.nexus)
 			r.wantCount(9, copyFailed, StatusCheckCondition, uint64(blocks))
 			if s.lun == 1 {

@@ -75,7 +75,7 @@ func (s *sanitizing) interrupt(r *rig, op backendtest.Op, cdb string, list []byt
 	r.store.Fail(op, backend.ErrClosed) // the process ended
 	r.unit.sanitizer.stop.Store(true)
 	release()
-	<-r.unit.sanitizer.done
+	<-r.unit.sanitizer.run.done
 }
 
 const sanitizeGolden = `{
@@ -217,7 +217,7 @@ func TestSanitizationsCannotBeStored(t *testing.T) {
 	<-held
 	failing(s, "sanitize.json.tmp")
 	release()
-	<-r.unit.sanitizer.done
+	<-r.unit.sanitizer.run.done
 	wantSense(t, r.run("00", nil), 0x3, 0x31, 0x03)
 	failing(s, "nothing")
 	r.good("48 1f 0000000000 0000 00", nil)

@@ -2,6 +2,7 @@ package lun
 
 import (
 	"bytes"
+	"context"
 	"encoding/binary"
 	"encoding/hex"
 	"errors"
@@ -17,8 +18,8 @@ import (
 )
 
 // A sanitizer overwrites a medium in the background (SBC-3, section 4.11), or formats it (section 4.33). Neither a reset nor the
-// end of the nexus or the task that requested it stops it. The end of the process interrupts it:
-// Options.Sanitizations has it, and New restarts it.
+// end of the nexus or the task that requested it stops it. The end of the process interrupts it, and so does the move of
+// the store to another gateway: Options.Sanitizations has it, and New or ResumeSanitize restarts it.
 //
 //	idle ── SANITIZE ──▶ running ── done ──▶ idle
 //	  ▲                   ▲  │
@@ -28,13 +29,14 @@ import (
 type sanitizer struct {
 	state    atomic.Uint32
 	progress atomic.Uint32 // in 1/65536
-	stop     atomic.Bool   // the unit is being closed
+	stop     atomic.Bool   // the job has to end: the unit is being closed, or its store moves
 	formats  atomic.Bool   // the job that runs, or failed, is a FORMAT UNIT
 	begun    atomic.Uint32 // jobs: see Command.begun
 
 	mu           sync.Mutex
-	unrestricted bool          // guarded by mu: AUSE of the last SANITIZE
-	done         chan struct{} // guarded by mu: closed when the job ends
+	unrestricted bool         // guarded by mu: AUSE of the last SANITIZE
+	run          *sanitizeRun // guarded by mu: the last job; nil: none
+	closed       bool         // guarded by mu: no job begins any longer
 
 	call fair.Call // of the goroutine of the job
 }
@@ -44,6 +46,14 @@ const (
 	sanitizeRunning
 	sanitizeFailed
 )
+
+// A sanitizeRun is a job on its way.
+type sanitizeRun struct {
+	done chan struct{}
+	// What is known after done:
+	state uint32 // of the sanitizer
+	moved bool   // the next gateway that has the store runs the job again
+}
 
 // errSanitizing answers a command that began before the sanitize did.
 var errSanitizing = errors.New("the medium is being sanitized")
@@ -152,7 +162,7 @@ func (u *Unit) overwrite(block []byte, pass, passes int) error {
 			return err
 		}
 	}
-	return u.sync(nil)
+	return u.sanitizeSync()
 }
 
 // erase writes zeros to all space that the medium takes, before it gives the space back if it
@@ -179,13 +189,13 @@ func (u *Unit) erase() error {
 		}
 		off += n
 	}
-	if err := u.sync(nil); err != nil || !u.isThin() {
+	if err := u.sanitizeSync(); err != nil || !u.isThin() {
 		return err
 	}
 	if err := u.inSanitize(heavyStep(0), func() error { return u.storeDiscard(0, size) }); err != nil {
 		return err
 	}
-	return u.sync(nil)
+	return u.sanitizeSync()
 }
 
 // step notes the progress of a sanitize, and stops it when the unit is being closed.
@@ -208,7 +218,7 @@ func (u *Unit) sanitize(c *Command, job *sanitizeJob) bool {
 
 // runJob runs a job in the background and, unless it is immediate, waits for its end.
 func (u *Unit) runJob(c *Command, job *sanitizeJob, immediate bool) bool {
-	done, ok := u.beginSanitize(c, job)
+	run, ok := u.beginSanitize(c, job)
 	if !ok || immediate {
 		return ok
 	}
@@ -216,8 +226,14 @@ func (u *Unit) runJob(c *Command, job *sanitizeJob, immediate bool) bool {
 	defer tick.Stop()
 	for {
 		select {
-		case <-done:
-			return u.sanitizer.state.Load() != sanitizeFailed || c.fail(job.failure())
+		case <-run.done:
+			switch {
+			case run.moved:
+				return c.fail(u.moved(c.nexus))
+			case run.state == sanitizeFailed:
+				return c.fail(job.failure())
+			}
+			return true
 		case <-tick.C:
 			if c.aborted() {
 				return c.fail(condAborted)
@@ -227,7 +243,7 @@ func (u *Unit) runJob(c *Command, job *sanitizeJob, immediate bool) bool {
 }
 
 // beginSanitize stores the job of c, and runs it in the background.
-func (u *Unit) beginSanitize(c *Command, job *sanitizeJob) (done chan struct{}, ok bool) {
+func (u *Unit) beginSanitize(c *Command, job *sanitizeJob) (run *sanitizeRun, ok bool) {
 	s := &u.sanitizer
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -240,11 +256,14 @@ func (u *Unit) beginSanitize(c *Command, job *sanitizeJob) (done chan struct{}, 
 		return nil, c.fail(condSanitizeFailed)
 	case state == sanitizeFailed && !s.formats.Load() && !s.unrestricted && job.unrestricted:
 		return nil, c.failCDB(1, 5)
-	case s.stop.Load():
+	case s.closed:
 		return nil, c.fail(condInternal)
 	}
 	if unsure, err := u.keepSanitize(job, false); err != nil {
 		k := condInternal
+		if errors.Is(err, state.ErrConflict) {
+			k = u.moved(c.nexus)
+		}
 		if unsure {
 			// The next start may erase the medium, so nobody may write to it.
 			s.unrestricted = job.unrestricted
@@ -262,13 +281,14 @@ func (u *Unit) beginSanitize(c *Command, job *sanitizeJob) (done chan struct{}, 
 // startSanitize runs a job that is stored already.
 //
 // Preconditions: u.sanitizer.mu is held.
-func (u *Unit) startSanitize(job *sanitizeJob) (done chan struct{}) {
+func (u *Unit) startSanitize(job *sanitizeJob) *sanitizeRun {
 	s := &u.sanitizer
 	invariant.Held(&s.mu)
 	s.unrestricted = job.unrestricted
 	s.formats.Store(job.action == formatUnit)
-	done = make(chan struct{})
-	s.done = done
+	run := &sanitizeRun{done: make(chan struct{})}
+	s.run = run
+	s.stop.Store(false)
 	s.call.Abort = &s.stop
 	s.progress.Store(0)
 	// Writes in progress end here, and later ones see the state.
@@ -278,29 +298,72 @@ func (u *Unit) startSanitize(job *sanitizeJob) (done chan struct{}) {
 	s.state.Store(sanitizeRunning)
 	all.release()
 	go func() {
-		defer close(done)
-		s.state.Store(u.endSanitize(job, job.run(u)))
+		defer close(run.done)
+		run.state, run.moved = u.endSanitize(job, job.run(u))
+		s.state.Store(run.state)
 	}()
-	return done
+	return run
 }
 
-// endSanitize returns the state after a job that ended with err.
-func (u *Unit) endSanitize(job *sanitizeJob, err error) uint32 {
-	switch {
-	case err == nil:
-		if _, err := u.keepSanitize(nil, false); err == nil {
+// endSanitize returns the state after a job that ended with err, and whether the next gateway that has the store runs the job again.
+func (u *Unit) endSanitize(job *sanitizeJob, err error) (next uint32, moved bool) {
+	if err == nil {
+		if err = u.forgetSanitize(); err == nil {
 			u.sanitizeEvent(SanitizeEvent{Stage: SanitizeDone, Action: job.action})
-			return sanitizeIdle
+			return sanitizeIdle, false
 		}
+	}
+	switch {
+	case errors.Is(err, errNotForgotten):
 		// The next start would erase what initiators write from now on.
 	case errors.Is(err, backend.ErrClosed):
 		u.sanitizeEvent(SanitizeEvent{Stage: SanitizeInterrupted, Action: job.action})
+		if u.opt.Sanitizations.Shared() && !u.sanitizer.isClosed() {
+			return sanitizeIdle, true
+		}
 	default:
 		u.sanitizeEvent(SanitizeEvent{Stage: SanitizeFailed, Action: job.action, Err: err})
 		// If this fails too, the next start restarts the job, which is as good.
 		u.keepSanitize(job, true)
 	}
-	return sanitizeFailed
+	return sanitizeFailed, false
+}
+
+// errNotForgotten reports a job that ended well, but that the next start would find.
+var errNotForgotten = errors.New("the end of a sanitize is not stored")
+
+// forgetSanitize removes the record of a job that ended well. If gateways share the unit, it tries that until the store moves: the home of the
+// record may be away for a moment only, and the initiators cannot end the job.
+func (u *Unit) forgetSanitize() error {
+	for {
+		switch _, err := u.keepSanitize(nil, false); {
+		case err == nil:
+			return nil
+		case !u.opt.Sanitizations.Shared():
+			return errNotForgotten
+		}
+		if !u.sanitizer.pause(sanitizeRetry) {
+			return backend.ErrClosed
+		}
+	}
+}
+
+// sanitizeRetry is the time between two attempts of a job on a store that gateways share.
+const sanitizeRetry = 500 * time.Millisecond
+
+// pause waits, and reports false if the job has to end.
+func (s *sanitizer) pause(d time.Duration) bool {
+	for end := time.Now().Add(d); !s.stop.Load() && time.Now().Before(end); {
+		time.Sleep(abortPoll)
+	}
+	return !s.stop.Load()
+}
+
+// isClosed reports whether the unit is being closed.
+func (s *sanitizer) isClosed() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.closed
 }
 
 // sanitizeEvent reports e about u.
@@ -325,6 +388,22 @@ func (u *Unit) keepSanitize(job *sanitizeJob, failed bool) (unsure bool, err err
 	return unsure, err
 }
 
+// ResumeSanitize makes a unit whose store moves here know what Options.Sanitizations says, which is up to date: it continues, from the
+// beginning, what another gateway or process has begun. Call it while no command can use the store.
+func (u *Unit) ResumeSanitize(ctx context.Context) error {
+	if !u.opt.Sanitizations.Shared() {
+		return nil
+	}
+	if run := u.sanitizer.halt(); run != nil { // until its end it may write
+		select {
+		case <-run.done:
+		case <-ctx.Done():
+			return fmt.Errorf("a sanitize that was interrupted has not ended yet: %w", context.Cause(ctx))
+		}
+	}
+	return u.resumeSanitize()
+}
+
 // resumeSanitize restarts what the end of the process interrupted, even if the options do not
 // allow SANITIZE any longer.
 func (u *Unit) resumeSanitize() error {
@@ -335,8 +414,12 @@ func (u *Unit) resumeSanitize() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	e, ok, err := u.opt.Sanitizations.Get(u.opt.Identity.Serial)
-	if !ok {
+	if err != nil || s.closed {
 		return err
+	}
+	if !ok {
+		s.state.Store(sanitizeIdle)
+		return nil
 	}
 	job, err := e.decode()
 	switch {
@@ -354,16 +437,23 @@ func (u *Unit) resumeSanitize() error {
 	return nil
 }
 
-// close stops a sanitize that is running.
+// close stops a sanitize that is running. None begins after that.
 func (s *sanitizer) close() {
 	s.mu.Lock()
+	s.closed = true
+	s.mu.Unlock()
+	if run := s.halt(); run != nil {
+		<-run.done
+	}
+}
+
+// halt makes the last job end soon, and returns it, or nil if none has begun.
+func (s *sanitizer) halt() *sanitizeRun {
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	s.stop.Store(true)
 	s.call.Cancel()
-	done := s.done
-	s.mu.Unlock()
-	if done != nil {
-		<-done
-	}
+	return s.run
 }
 
 // endExitFailureMode executes SANITIZE with the EXIT FAILURE MODE service action (SBC-3, section
@@ -433,8 +523,8 @@ func (u *Unit) sanitizing() senseData {
 	return s
 }
 
-// Sanitizations keeps which logical units are being sanitized, or failed to be, all in one file.
-// A sanitize continues when the process starts again, and nobody has access to a medium that is
+// Sanitizations keeps which logical units are being sanitized, or failed to be, all in one file, or where gateways share them.
+// A sanitize continues when the process starts again, or at the next gateway, and nobody has access to a medium that is
 // half erased. Several goroutines may use it at once.
 type Sanitizations = state.Keeper[sanitizeEntry]
 
@@ -454,6 +544,15 @@ type sanitizeEntry struct {
 // OpenSanitizations opens the file at path, as OpenReservations does.
 func OpenSanitizations(path string) (*Sanitizations, error) {
 	return state.OpenKeeper(sanitizationsFormat, path)
+}
+
+// SharedSanitizeKey and the NAA are the key of a sanitizeEntry in a home that gateways share.
+const SharedSanitizeKey = "sanitize/"
+
+// OpenSharedSanitizations opens the records of units that gateways share. Only the gateway that has the store may change the record of a
+// unit: home has to see to that, with an ErrConflict for the others. Before a gateway opens a store, it calls Refresh.
+func OpenSharedSanitizations(ctx context.Context, home state.Home) (*Sanitizations, error) {
+	return state.OpenKeeperIn(ctx, sanitizationsFormat, home, SharedSanitizeKey)
 }
 
 // ExamineSanitizations looks at the file of OpenSanitizations.

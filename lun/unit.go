@@ -43,7 +43,7 @@ type Options struct {
 	// that writes are durable at once.
 	Settings *Settings
 	// Sanitizations keeps what SANITIZE began; nil: the end of the process ends it,
-	// which is right if the medium ends, too.
+	// which is right if the medium ends, too. With those of OpenSharedSanitizations, ResumeSanitize continues it.
 	Sanitizations *Sanitizations
 	// SyncFailures keeps that a sync has failed; nil: the end of the process ends that, too.
 	SyncFailures *SyncFailures
@@ -216,9 +216,12 @@ func New(s backend.Store, o Options) (*Unit, error) {
 	if o.Shared != nil {
 		u.group = newMember(o.Shared, u)
 	}
-	if err := u.resumeSanitize(); err != nil {
-		u.group.leave()
-		return nil, err
+	if !o.Sanitizations.Shared() { // see ResumeSanitize
+		err := u.resumeSanitize()
+		if err != nil {
+			u.group.leave()
+			return nil, err
+		}
 	}
 	return u, nil
 }
