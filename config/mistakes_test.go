@@ -341,7 +341,7 @@ func TestClusterMistakesAreRefused(t *testing.T) {
 		{"shared memory", of(a, "{id: 0, backend: memory, size: 1GiB, "+shared+"}"), []string{"f: targets[0].luns[0].shared: cannot be set for backend memory"}},
 		{"shared without a fence", of(a, nbd+"}"), []string{"f: targets[0].luns[0].shared: requires cluster.fence_program for backend nbd"}},
 		{"shared without NAA", of(a, "{id: 0, backend: rbd, path: rbd:p/i, shared: true}"), []string{"f: targets[0].luns[0].naa: is required with shared"}},
-		{"sanitize", of(a, rbd+", sanitize: true, removable: true}"), []string{"f: targets[0].luns[0].sanitize: cannot be set together with shared", "f: targets[0].luns[0].removable: cannot be set"}},
+		{"removable", of(a, rbd+", sanitize: true, removable: true}"), []string{"f: targets[0].luns[0].removable: cannot be set together with shared"}},
 	})
 	for _, more := range []string{rbd + "}\ncluster: {" + a + "}", nbd + "}\ncluster: {" + a + ", fence_program: /bin/true}"} {
 		if _, err := load("f", []byte(strings.Replace(good, lun, more, 1))); err != nil {

@@ -218,7 +218,7 @@ func (l *LUN) checkShared(key string, g *Cluster, errs *errorList) {
 	for _, f := range []struct {
 		key string
 		set bool
-	}{{"sanitize", l.Sanitize}, {"removable", l.Removable}, {"checksums", l.Checksums}, {"protection", l.Protection != 0}} {
+	}{{"removable", l.Removable}, {"checksums", l.Checksums}, {"protection", l.Protection != 0}} {
 		if f.set {
 			errs.addf(key+"."+f.key, "cannot be set together with shared: the gateways do not share what it keeps")
 		}

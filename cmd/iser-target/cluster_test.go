@@ -358,12 +358,15 @@ func useOwn(t *testing.T, what string, s *station) (stop func()) {
 }
 
 // startGateway starts a gateway of a cluster with LUN 1 on an image of rbdfake, and a LUN 0 of its own.
-func startGateway(t *testing.T, name string, tag int, etcd, lease string) *station {
+func startGateway(t *testing.T, name string, tag int, etcd, lease string, edits ...func(string) string) *station {
 	t.Helper()
 	s := &station{dir: t.TempDir()}
 	s.configure(t, func(text string) string {
 		text = strings.Replace(text, `{listen: "127.0.0.1:0"}`, fmt.Sprintf(`{listen: "127.0.0.1:0", tpgt: %d}`, tag), 1)
 		text = strings.Replace(text, "size: 1MiB}]", "size: 1MiB}, {id: 1, backend: rbd, path: 'rbd:p/disk', size: 1MiB, shared: true, naa: \"3000000000000001\"}]", 1)
+		for _, edit := range edits {
+			text = edit(text)
+		}
 		return text + fmt.Sprintf("cluster: {name: %s, etcd: [%q], lease: %s, failback: 1h}\n", name, etcd, lease)
 	})
 	s.startProgram(t, executable(t))
@@ -525,4 +528,87 @@ func TestClusterOfProcesses(t *testing.T) {
 	if left, err := filepath.Glob(filepath.Join(images, ".locks", "*")); err != nil || len(left) != 1 {
 		t.Errorf("locks: %v, %v", left, err)
 	}
+}
+
+// A SANITIZE whose gateway is killed is continued by the one that takes over. What initiators write after its end stays, also when the first
+// gateway is back. A LUN that is not shared is served all the time.
+func TestClusterSanitize(t *testing.T) {
+	rbdfake.Install(t, "p")
+	member := etcdserver.Start(t, 1)[0]
+	const size = 32 << 20
+	edit := func(text string) string {
+		return strings.Replace(text, "size: 1MiB, shared: true", "size: 32MiB, sanitize: true, shared: true", 1)
+	}
+	a, b := startGateway(t, "a", 1, member.Endpoint(), "6s", edit), startGateway(t, "b", 2, member.Endpoint(), "6s", edit)
+	owner := func(s *station, want string) {
+		t.Helper()
+		testkit.Eventually(t, want+" serves the LUN", func() bool {
+			st := read[schema.ClusterState](t, s, "cluster", "status")
+			return len(st.LUNs) == 1 && st.LUNs[0].Owner == want && len(st.Gateways) == 2
+		})
+	}
+	testkit.Eventually(t, "both gateways are there", func() bool { return len(read[schema.ClusterState](t, a, "cluster", "status").Gateways) == 2 })
+	a.ok(t, "cluster", "handover", "1", "a")
+	owner(b, "a")
+	// on runs a command on LUN 1 through a gateway until it has an answer other than UNIT ATTENTION and those of a LUN that moves.
+	on := func(s *station, c *initiator.Command) string {
+		t.Helper()
+		session := login(t, s.addr, initiator.Options{Name: hostName})
+		defer session.Close()
+		c.LUN = 1
+		sense := ""
+		testkit.Eventually(t, "an answer", func() bool {
+			if err := command(session, c); err != nil {
+				t.Fatal(err)
+			}
+			sense = ""
+			if c.Status != 0 {
+				sense = fmt.Sprintf("%x/%02x/%02x", c.Sense[2], c.Sense[12], c.Sense[13])
+			}
+			return !strings.HasPrefix(sense, "6/") && !slices.Contains([]string{"2/04/01", "2/04/0a", "2/04/0b"}, sense)
+		})
+		return sense
+	}
+	const inProgress = "2/04/1b"
+	text := []byte("written before")
+	if sense := on(a, &initiator.Command{CDB: cdb.Write16(size/512-1, 1), Out: append(text, make([]byte, 512-len(text))...)}); sense != "" {
+		t.Fatalf("WRITE: %s", sense)
+	}
+	defer useOwn(t, "all the time", b)()
+	// OVERWRITE, 31 passes, IMMED: several seconds.
+	list := []byte{31, 0, 0, 1, 0x5a}
+	if sense := on(a, &initiator.Command{CDB: [16]byte{0: 0x48, 1: 0x81, 8: byte(len(list))}, Out: list}); sense != "" {
+		t.Fatalf("SANITIZE: %s", sense)
+	}
+	if sense := on(a, &initiator.Command{CDB: cdb.TestUnitReady}); sense != inProgress {
+		t.Fatalf("TEST UNIT READY says %q, so the SANITIZE was too fast for the test", sense)
+	}
+	if err := a.cmd.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	a.cmd.Wait()
+	if sense := on(b, &initiator.Command{CDB: cdb.TestUnitReady}); sense != inProgress {
+		t.Errorf("TEST UNIT READY at the next gateway says %q, want SANITIZE IN PROGRESS", sense)
+	}
+	b.says(t, cli.ExitOK, "sanitize in progress", "lun", "list", storeName)
+	testkit.Eventually(t, "the SANITIZE ends", func() bool { return on(b, &initiator.Command{CDB: cdb.TestUnitReady}) != inProgress })
+	check := func(what string, s *station, want []byte) {
+		t.Helper()
+		c := &initiator.Command{CDB: cdb.Read16(size/512-1, 1), In: make([]byte, 512)}
+		if sense := on(s, c); sense != "" || !bytes.Equal(c.In, want) {
+			t.Errorf("%s: %s, and the block begins with % x, want % x", what, sense, c.In[:8], want[:8])
+		}
+	}
+	check("after the SANITIZE", b, bytes.Repeat([]byte{0x5a}, 512))
+	text = bytes.Repeat([]byte("after "), 86)[:512]
+	if sense := on(b, &initiator.Command{CDB: cdb.Write16(size/512-1, 1), Out: text}); sense != "" {
+		t.Fatalf("WRITE: %s", sense)
+	}
+	a.startProgram(t, executable(t))
+	owner(b, "b")
+	b.ok(t, "cluster", "handover", "1", "a")
+	owner(b, "a")
+	check("at the first gateway", a, text)
+	b.ok(t, "cluster", "handover", "1", "b")
+	check("at the second gateway", b, text)
 }

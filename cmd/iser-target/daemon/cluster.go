@@ -43,6 +43,7 @@ type group struct {
 	// reservations of all shared LUNs. A unit joins those of the other gateways when this one does, or later.
 	reservations *lun.SharedReservations
 	kept         atomic.Pointer[groupRecords] // nil: etcd has not answered yet
+	opening      sync.Mutex                   // held while records are opened
 	ctx          context.Context              // ends with close
 	end          context.CancelFunc
 	dismiss      context.CancelFunc // of the witness; nil: it has no such process
@@ -349,6 +350,9 @@ func (g *group) makeUnit(l *sharedLUN, info backend.Info, id state.Identity) (*l
 	}
 	unit.SetAccess(g.access(id.Serial, l))
 	if l.medium != nil {
+		if err := unit.ResumeSanitize(g.ctx); err != nil { // it does not wait: the unit is new
+			return nil, err
+		}
 		if err := store.Adopt(l.medium); err != nil {
 			return nil, err
 		}
@@ -857,7 +861,10 @@ func (g *group) Open(ctx context.Context, serial string) (address string, err er
 		err = g.noteMedium(ctx, serial, medium.Info())
 	}
 	if err == nil {
-		err = g.adopt(l, medium)
+		err = g.learnSanitize(ctx, serial)
+	}
+	if err == nil {
+		err = g.adopt(ctx, serial, l, medium)
 	}
 	if err != nil {
 		return "", errors.Join(err, boundBy(ctx, medium.Close, func(error) {}))
@@ -865,13 +872,35 @@ func (g *group) Open(ctx context.Context, serial string) (address string, err er
 	return address, nil
 }
 
+// learnSanitize asks the home whether a sanitize of the LUN has to continue. No other gateway can change that any longer.
+func (g *group) learnSanitize(ctx context.Context, serial string) error {
+	if err := g.openRecords(ctx); err != nil {
+		return err
+	}
+	return g.records().sanitizations.Refresh(ctx, serial)
+}
+
 // adopt puts an open medium below the unit, if there is one already.
-func (g *group) adopt(l *sharedLUN, medium backend.Store) error {
-	g.mu.Lock()
-	unit := l.unit
+func (g *group) adopt(ctx context.Context, serial string, l *sharedLUN, medium backend.Store) error {
+	var unit *lun.Unit
+	for {
+		g.mu.Lock()
+		if l.unit == unit { // it knows already whether a sanitize has to continue
+			break
+		}
+		unit = l.unit
+		if _, ok, _ := g.records().sanitizations.Get(serial); ok {
+			l.store.SetAway(true) // commands that wait for the medium would keep the sanitize from it
+		}
+		g.mu.Unlock()
+		if err := unit.ResumeSanitize(ctx); err != nil {
+			return err
+		}
+	}
 	if unit != nil {
 		if err := l.store.Adopt(medium); err != nil {
 			g.mu.Unlock()
+			unit.Moved()
 			return err
 		}
 	}
@@ -937,7 +966,9 @@ func (g *group) Close(ctx context.Context, serial string) error {
 		if unit == nil {
 			return medium.Close()
 		}
-		unit.Moved()
+		if unit.Moved() {
+			store.SetAway(true) // so that it does not wait for this medium or the next one
+		}
 		err := store.Release()
 		unit.AdoptSize() // what is known is that of the medium when it was closed
 		return err

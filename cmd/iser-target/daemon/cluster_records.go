@@ -15,9 +15,10 @@ import (
 
 // groupRecords are what all gateways have of shared LUNs besides reservations and media.
 type groupRecords struct {
-	settings *lun.Settings     // nil: see err
-	failures *lun.SyncFailures // nil: see err
-	err      error             // why they cannot be opened
+	settings      *lun.Settings      // nil: see err
+	failures      *lun.SyncFailures  // nil: see err
+	sanitizations *lun.Sanitizations // nil: see err
+	err           error              // why they cannot be opened
 }
 
 // usable reports whether they can be used. k may be nil.
@@ -36,20 +37,40 @@ func (k *groupRecords) close() error {
 	if !k.usable() {
 		return nil
 	}
-	return errors.Join(k.settings.Close(), k.failures.Close())
+	return errors.Join(k.settings.Close(), k.failures.Close(), k.sanitizations.Close())
 }
 
-// records returns the settings and sync failures of shared LUNs, or nil if etcd has not answered yet: no such LUN is ready then.
-func (g *group) records() (*lun.Settings, *lun.SyncFailures) {
+// records returns the records of shared LUNs. They are nil if etcd has not answered yet: no such LUN is ready then.
+func (g *group) records() groupRecords {
 	k := g.kept.Load()
 	if !k.usable() {
-		return nil, nil
+		return groupRecords{}
 	}
-	return k.settings, k.failures
+	return *k
+}
+
+// An ownersHome is the home of values that only the gateway changes that owns the LUN, by whose serial the keys end.
+type ownersHome struct {
+	state.Home
+	g *group
+}
+
+// Put implements state.Home.
+func (h ownersHome) Put(ctx context.Context, key string, data []byte, base state.Revision) (state.Revision, error) {
+	l, err := h.g.find(key[strings.LastIndexByte(key, '/')+1:])
+	if err != nil {
+		return 0, err
+	}
+	if u := l.gate.unit.Load(); u != nil {
+		return u.Put(ctx, key, data, base)
+	}
+	return 0, fmt.Errorf("%w: this gateway has left the others", state.ErrConflict)
 }
 
 // openRecords opens the records, unless it has done that.
 func (g *group) openRecords(ctx context.Context) (err error) {
+	g.opening.Lock()
+	defer g.opening.Unlock()
 	if g.kept.Load().usable() {
 		return nil
 	}
@@ -57,11 +78,15 @@ func (g *group) openRecords(ctx context.Context) (err error) {
 	if k.settings, err = lun.OpenSharedSettings(ctx, g.home); err == nil {
 		k.failures, err = lun.OpenSharedSyncFailures(ctx, g.home)
 	}
+	if err == nil {
+		k.sanitizations, err = lun.OpenSharedSanitizations(ctx, ownersHome{g.home, g})
+	}
 	if k.err = err; err == nil {
 		limit := &g.d.net.limits.StateTimeout
 		late := func() { limit.Bite("cluster") }
 		k.settings.SetLimit(limit.Time, late)
 		k.failures.SetLimit(limit.Time, late)
+		k.sanitizations.SetLimit(limit.Time, late)
 	}
 	g.kept.Store(k)
 	return err
@@ -154,7 +179,7 @@ func (g *group) unlearnMedium(serial string) {
 }
 
 // erase removes from etcd what is there of a shared LUN that was removed here and that no other gateway has: what its medium is like, its
-// preference, and a failed sync. Settings and reservations stay, as in the state directory.
+// preference, a failed sync, and a sanitize. Settings and reservations stay, as in the state directory.
 func (g *group) erase(c *config.LUN) {
 	if g == nil {
 		return
@@ -171,11 +196,13 @@ func (g *group) erase(c *config.LUN) {
 		return
 	}
 	err := gw.Prefer(ctx, serial, "")
-	if _, failures := g.records(); err == nil && failures != nil {
+	if failures := g.records().failures; err == nil && failures != nil {
 		_, err = failures.Remove(serial, state.Patience{})
 	}
-	if err == nil {
-		err = g.removeMedium(ctx, serial) // last: it names what is left
+	for _, key := range []string{lun.SharedSanitizeKey, mediumKey} { // the medium last: it names what is left
+		if err == nil {
+			err = g.removeValue(ctx, key+serial)
+		}
 	}
 	if err != nil {
 		log.Warn("values of a removed LUN stay in etcd", "reason", err)
@@ -218,10 +245,10 @@ func (g *group) whoHas() (has map[string]bool, known bool) {
 	return has, known
 }
 
-// removeMedium removes what the home has of a medium.
-func (g *group) removeMedium(ctx context.Context, serial string) error {
+// removeValue removes what the home has under the key.
+func (g *group) removeValue(ctx context.Context, key string) error {
 	for {
-		v, err := g.home.Get(ctx, mediumKey+serial)
+		v, err := g.home.Get(ctx, key)
 		if err != nil || v.Data == nil {
 			return err
 		}

@@ -403,16 +403,16 @@ func (d *Daemon) unitOptions(l *config.LUN, id state.Identity) lun.Options {
 		naa = nil
 	}
 	kept, shared := d.state.reservations, (*lun.SharedReservations)(nil)
-	settings, failures := d.state.settings, d.state.failures
+	records := groupRecords{settings: d.state.settings, failures: d.state.failures, sanitizations: d.state.sanitizations}
 	if l.Shared && d.group != nil {
 		kept, shared = nil, d.group.reservations
-		settings, failures = d.group.records()
+		records = d.group.records()
 	}
 	return lun.Options{
 		Serial: l.Serial, NAA: naa, Vendor: l.Vendor, Product: l.Product,
 		Identity: id, ImplicitAccess: l.Shared, ReadOnly: l.ReadOnly, WriteThrough: l.WriteThrough, Removable: l.Removable, Sanitize: l.Sanitize,
 		ThresholdAvailable: int64(l.ThresholdAvailable), ThresholdUsed: int64(l.ThresholdUsed),
-		Reservations: kept, Shared: shared, Settings: settings, Sanitizations: d.state.sanitizations, SyncFailures: failures, Events: d.report,
+		Reservations: kept, Shared: shared, Settings: records.settings, Sanitizations: records.sanitizations, SyncFailures: records.failures, Events: d.report,
 		Calls: d.stores, Tokens: d.tokens, Name: fmt.Sprintf("LUN %d, naa %s", l.ID, id.Serial),
 		Registrations: &d.net.limits.Registrations, StoreTimeout: &d.net.limits.StoreTimeout,
 	}
