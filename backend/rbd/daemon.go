@@ -68,11 +68,13 @@ type daemon struct {
 
 // A process is one run of the program.
 type process struct {
-	cmd    *exec.Cmd
-	m      *monitor
-	client watcher // of the image; zero: not known
-	ended  chan struct{}
-	said   *tail
+	cmd   *exec.Cmd
+	m     *monitor
+	ended chan struct{}
+	said  *tail
+
+	known  chan struct{} // closed when client is set
+	client watcher       // of the image; zero: not known
 }
 
 // A tail has the last lines of what a process has said.
@@ -110,7 +112,7 @@ func (d *daemon) begin(until time.Time) (*process, error) {
 	}
 	ours, theirs := os.NewFile(uintptr(fds[0]), "qmp"), os.NewFile(uintptr(fds[1]), "qmp")
 	defer theirs.Close()
-	p := &process{ended: make(chan struct{}), said: &tail{}}
+	p := &process{ended: make(chan struct{}), said: &tail{}, known: make(chan struct{})}
 	// The descriptors of ExtraFiles begin with 3. An iothread of the export would end the daemon of QEMU 7.2 when the client leaves.
 	p.cmd = exec.Command(daemonProgram, "--chardev", "socket,id=qmp,fd=4", "--monitor", "chardev=qmp",
 		"--nbd-server", "addr.type=fd,addr.str=3,max-connections=0")
@@ -250,16 +252,26 @@ func (d *daemon) start(size int64, first bool) error {
 	d.p = p
 	d.ready(true)
 	d.setReason(nil)
-	if d.c.ReadOnly {
-		return nil
+	go d.identify(p, before)
+	if !d.c.Shared { // another process may have to know it at any time; gateways have Fence
+		<-p.known
 	}
-	if p.client, err = d.newClient(ctx, before); err == nil {
+	return nil
+}
+
+// identify finds out and stores which client p is: one that was not there before.
+func (d *daemon) identify(p *process, before []watcher) {
+	defer close(p.known)
+	if d.c.ReadOnly {
+		return
+	}
+	var err error
+	if p.client, err = d.newClient(d.ctx, before); err == nil {
 		err = d.note(p)
 	}
 	if err != nil && d.ctx.Err() == nil {
 		d.tell(fmt.Sprintf("the client of RBD is not known, so writes would wait for half a minute if it were killed: %v", err))
 	}
-	return nil
 }
 
 // free breaks the lock of clients that have ended.
@@ -417,6 +429,7 @@ func (d *daemon) supervise(size func() int64) {
 			<-p.ended
 			wait = 0
 			d.ready(false)
+			<-p.known
 			d.mu.Lock()
 			d.p = nil
 			p.m.close()
@@ -496,6 +509,9 @@ func (d *daemon) end(limit time.Duration) {
 	d.closing()
 	d.mu.Lock()
 	clean := d.p != nil && d.p.end(limit)
+	if d.p != nil {
+		<-d.p.known
+	}
 	d.mu.Unlock()
 	<-d.ended
 	if clean && d.record != "" {

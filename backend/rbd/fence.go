@@ -16,14 +16,26 @@ const adminProgram = "ceph"
 // addressPattern matches addresses of clients of Ceph, such as 10.0.0.1:0/3892811.
 var addressPattern = regexp.MustCompile(`^[0-9A-Za-z\[][0-9A-Za-z\[\]:./-]*$`)
 
-// Address returns the address of the client of the image, which Fence takes.
-func (s *Store) Address() (string, error) {
-	s.d.mu.Lock()
-	defer s.d.mu.Unlock()
-	if s.d.p == nil || s.d.p.client.Address == "" {
-		return "", fmt.Errorf("rbd store %s: its client is not known to the cluster, so that nobody could fence it", s.d.c.URI)
+// Address returns the address of the client of the image, which Fence takes. The cluster has to be asked for it after the image was opened, which can be used
+// meanwhile. It is empty for a ReadOnly store.
+func (s *Store) Address(ctx context.Context) (string, error) {
+	if s.d.c.ReadOnly {
+		return "", nil
 	}
-	return s.d.p.client.Address, nil
+	s.d.mu.Lock()
+	p := s.d.p
+	s.d.mu.Unlock()
+	if p != nil {
+		select {
+		case <-p.known:
+		case <-ctx.Done():
+			return "", fmt.Errorf("rbd store %s: address of its client: %w", s.d.c.URI, context.Cause(ctx))
+		}
+		if p.client.Address != "" {
+			return p.client.Address, nil
+		}
+	}
+	return "", fmt.Errorf("rbd store %s: its client is not known to the cluster, so that nobody could fence it", s.d.c.URI)
 }
 
 // Fence returns when the cluster obeys no client any longer that has the image open, nor the one with that address, unless it is empty. The

@@ -334,7 +334,7 @@ func TestShared(t *testing.T) {
 	data := bytes.Repeat([]byte("0123456789abcdef"), 32)
 	for name, end := range map[string]func(s *Store){
 		"fenced by address": func(s *Store) {
-			address, err := s.Address()
+			address, err := s.Address(t.Context())
 			must(t, "Address", err)
 			must(t, "Fence", Fence(t.Context(), uri, address))
 		},
@@ -378,7 +378,7 @@ func TestShared(t *testing.T) {
 	}
 	must(t, "Close", s.Close())
 	must(t, "the neighbor's WriteAt", neighbor.WriteAt(data, 0))
-	if _, err := neighbor.Address(); err != nil {
+	if _, err := neighbor.Address(t.Context()); err != nil {
 		t.Error(err)
 	}
 	for _, address := range []string{"-h", "a b", "10.0.0.1;x"} {

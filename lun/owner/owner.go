@@ -8,7 +8,7 @@
 // A value without a lease, stores/LUN, says how the store of the LUN was opened last, by whomever.
 //
 // An owner first makes sure that no earlier one can change the LUN any longer (Medium.Fence), notes in stores/LUN that it opens the store,
-// opens it, notes how, and then serves. It stops by itself, by its own clock, before its lease can have ended for others. So two things keep an old owner
+// opens it, serves, and notes how it has opened it. It stops by itself, by its own clock, before its lease can have ended for others. So two things keep an old owner
 // from harm, and either is enough: that it answers nothing any longer, and that the store does not listen to it.
 //
 // Which gateway should have a LUN follows from the names of both (see weight), unless preferred/LUN names one. The others claim a
@@ -37,8 +37,11 @@ type Medium interface {
 	// Fence returns when the store of the LUN obeys no earlier opening any longer. gateway has opened it last, and address is that of the
 	// opening, or "" if its owner did not come so far to note that. It is not called if the latest owner has closed the store.
 	Fence(ctx context.Context, lun, gateway, address string) error
-	// Open opens the store. The address is what Fence of a later owner gets.
-	Open(ctx context.Context, lun string) (address string, err error)
+	// Open opens the store.
+	Open(ctx context.Context, lun string) error
+	// Address returns what Fence of a later owner gets; "": nothing. It is called once after Open, while the LUN is served already, and ends before Close
+	// is called. If it fails for another reason than its context, this gateway does not serve the LUN any longer.
+	Address(ctx context.Context, lun string) (string, error)
 	// Close waits for the commands in progress and closes the store, to which nothing gets then, even if it fails. Without an
 	// error all that was answered is on it.
 	Close(ctx context.Context, lun string) error
@@ -1083,14 +1086,18 @@ func (u *Unit) serve(t *term, bold bool) error {
 		u.admits.Store(&t.gate)
 		u.report(true, nil)
 		revision = u.tell(t, revision)
-		lost := u.hold(t, revision)
+		address := u.noteAddress(t, noted)
+		lost := u.hold(t, revision, address.failed)
 		u.admits.Store(nil)
 		if lost {
 			u.answers.Store(nil)
 		}
-		err := u.close(noted)
+		if noted, err = address.end(); err != nil {
+			u.able(t, err)
+		}
+		e := u.close(noted)
 		u.answers.Store(nil)
-		u.report(false, err)
+		u.report(false, cmp.Or(err, e))
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), g.o.TTL)
 	defer cancel()
@@ -1169,20 +1176,53 @@ func (u *Unit) open(t *term) (noted state.Revision, err error) {
 	if noted, err = u.note(t.ctx, "", v.Revision); err != nil {
 		return 0, err
 	}
-	address, err := g.o.Medium.Open(t.ctx, u.name)
-	if err != nil {
+	if err := g.o.Medium.Open(t.ctx, u.name); err != nil {
 		return 0, &mediumError{err}
 	}
-	noted, err = u.note(t.ctx, address, noted)
-	if err == nil && t.ctx.Err() != nil {
-		err = context.Cause(t.ctx)
-	}
-	if err != nil {
+	if t.ctx.Err() != nil {
 		ctx, cancel := context.WithTimeout(context.Background(), g.o.TTL)
 		defer cancel()
-		return 0, errors.Join(err, g.o.Medium.Close(ctx, u.name))
+		return 0, errors.Join(context.Cause(t.ctx), g.o.Medium.Close(ctx, u.name))
 	}
 	return noted, nil
+}
+
+// An addressNote is how the store was opened, on its way into the value of the store.
+type addressNote struct {
+	cancel context.CancelFunc
+	failed chan struct{} // closed when err is set
+	done   chan struct{} // closed when the fields below are set
+	noted  state.Revision
+	err    error // of Medium.Address
+}
+
+// noteAddress begins to note how the store was opened. A later owner can fence that opening without the note as well, if the store then knows it.
+func (u *Unit) noteAddress(t *term, noted state.Revision) *addressNote {
+	a := &addressNote{failed: make(chan struct{}), done: make(chan struct{}), noted: noted}
+	var ctx context.Context
+	ctx, a.cancel = context.WithCancel(t.ctx)
+	go func() {
+		defer close(a.done)
+		address, err := u.g.o.Medium.Address(ctx, u.name)
+		switch {
+		case err != nil && ctx.Err() == nil:
+			a.err = &mediumError{err}
+			close(a.failed)
+			u.signal()
+		case err == nil && address != "":
+			if next, err := u.note(ctx, address, noted); err == nil {
+				a.noted = next
+			}
+		}
+	}()
+	return a
+}
+
+// end ends the attempt to note it, and returns the revision of the value of the store.
+func (a *addressNote) end() (state.Revision, error) {
+	a.cancel()
+	<-a.done
+	return a.noted, a.err
 }
 
 // note puts the value of the store.
@@ -1194,8 +1234,8 @@ func (u *Unit) note(ctx context.Context, address string, base state.Revision) (s
 	return u.g.put(ctx, u.g.o.Home, storeKey+u.name, data, base)
 }
 
-// hold waits until u must not, or should not, be served any longer. It returns true if another gateway may be the owner.
-func (u *Unit) hold(t *term, revision state.Revision) (lost bool) {
+// hold waits until u must not, or should not, be served any longer, or failed is closed. It returns true if another gateway may be the owner.
+func (u *Unit) hold(t *term, revision state.Revision, failed <-chan struct{}) (lost bool) {
 	g := u.g
 	var better time.Time // since when another gateway should have u rather
 	for {
@@ -1233,6 +1273,11 @@ func (u *Unit) hold(t *term, revision state.Revision) (lost bool) {
 			}
 		}
 		g.mu.Unlock()
+		select {
+		case <-failed:
+			away = true
+		default:
+		}
 		if away {
 			return false
 		}

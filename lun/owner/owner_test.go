@@ -23,6 +23,7 @@ type disk struct {
 	openings map[string]map[string]bool // of a LUN: their addresses; true: not fenced
 	serial   int
 	broken   map[string]bool // gateway and LUN: Open fails
+	nameless map[string]bool // the same: Address fails
 	opened   func(gateway string)
 	slow     time.Duration // of Close
 }
@@ -36,7 +37,7 @@ type head struct {
 }
 
 func newDisk(seed uint64) *disk {
-	return &disk{random: rand.New(rand.NewPCG(seed, 1)), openings: map[string]map[string]bool{}, broken: map[string]bool{}}
+	return &disk{random: rand.New(rand.NewPCG(seed, 1)), openings: map[string]map[string]bool{}, broken: map[string]bool{}, nameless: map[string]bool{}}
 }
 
 func (d *disk) head(gateway string) *head {
@@ -65,14 +66,14 @@ func (h *head) Fence(ctx context.Context, lun, gateway, last string) error {
 	return nil
 }
 
-func (h *head) Open(ctx context.Context, lun string) (string, error) {
+func (h *head) Open(ctx context.Context, lun string) error {
 	if err := h.pass(ctx); err != nil {
-		return "", err
+		return err
 	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.broken[h.gateway+lun] {
-		return "", errors.New("broken")
+		return errors.New("broken")
 	}
 	h.serial++
 	address := fmt.Sprint(h.gateway, "-", h.serial)
@@ -84,7 +85,19 @@ func (h *head) Open(ctx context.Context, lun string) (string, error) {
 	if h.opened != nil {
 		h.opened(h.gateway)
 	}
-	return address, nil
+	return nil
+}
+
+func (h *head) Address(ctx context.Context, lun string) (string, error) {
+	if err := h.pass(ctx); err != nil {
+		return "", err
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.nameless[h.gateway+lun] {
+		return "", errors.New("unknown")
+	}
+	return h.mine[lun], nil
 }
 
 func (h *head) Close(ctx context.Context, lun string) error {
@@ -739,6 +752,32 @@ func TestUnable(t *testing.T) {
 		gr.longest(0)
 		gr.disk.mu.Lock()
 		gr.disk.broken["a"+lun] = false
+		gr.disk.mu.Unlock()
+		gr.settle(5*time.Minute, best("ab"))
+	})
+}
+
+// A LUN whose opening has no address, so that nobody could fence it, goes to another gateway, and stays there for some time.
+func TestNameless(t *testing.T) {
+	bubble(t, 2, 8, nil, func(gr *group) {
+		lun := gr.luns[slices.IndexFunc(gr.luns, func(lun string) bool { return best("ab")(lun) == "a" })]
+		gr.disk.mu.Lock()
+		gr.disk.nameless["a"+lun] = true
+		gr.disk.mu.Unlock()
+		want := func(l string) string {
+			if l == lun {
+				return "b"
+			}
+			return best("ab")(l)
+		}
+		time.Sleep(time.Minute)
+		gr.settle(time.Second, want)
+		gr.fresh()
+		time.Sleep(3 * time.Minute)
+		gr.settle(time.Second, want)
+		gr.longest(0)
+		gr.disk.mu.Lock()
+		gr.disk.nameless["a"+lun] = false
 		gr.disk.mu.Unlock()
 		gr.settle(5*time.Minute, best("ab"))
 	})

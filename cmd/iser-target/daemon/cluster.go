@@ -820,14 +820,29 @@ func (g *group) runFence(ctx context.Context, l *sharedLUN, gateway string) erro
 
 // An addressed store knows how a later owner can fence it.
 type addressed interface {
-	Address() (string, error)
+	Address(ctx context.Context) (string, error)
 }
 
-// Open implements owner.Medium.
-func (g *group) Open(ctx context.Context, serial string) (address string, err error) {
+// Address implements owner.Medium.
+func (g *group) Address(ctx context.Context, serial string) (string, error) {
 	l, err := g.find(serial)
 	if err != nil {
 		return "", err
+	}
+	g.mu.Lock()
+	medium := l.medium
+	g.mu.Unlock()
+	if a, ok := medium.(addressed); ok {
+		return a.Address(ctx)
+	}
+	return "", nil
+}
+
+// Open implements owner.Medium.
+func (g *group) Open(ctx context.Context, serial string) error {
+	l, err := g.find(serial)
+	if err != nil {
+		return err
 	}
 	g.mu.Lock()
 	closed := l.closed
@@ -835,8 +850,10 @@ func (g *group) Open(ctx context.Context, serial string) (address string, err er
 	select {
 	case <-closed:
 	case <-ctx.Done():
-		return "", context.Cause(ctx)
+		return context.Cause(ctx)
 	}
+	learned := make(chan error, 1)
+	go func() { learned <- g.learnSanitize(ctx, serial) }()
 	var medium backend.Store
 	err = boundBy(ctx, func() (err error) {
 		if l.cfg.Backend == "rbd" && l.cfg.Size > 0 && !l.cfg.ReadOnly {
@@ -852,24 +869,18 @@ func (g *group) Open(ctx context.Context, serial string) (address string, err er
 		}
 	})
 	if err != nil {
-		return "", err
+		return err
 	}
-	if a, ok := medium.(addressed); ok {
-		address, err = a.Address()
-	}
-	if err == nil {
+	if err = <-learned; err == nil {
 		err = g.noteMedium(ctx, serial, medium.Info())
-	}
-	if err == nil {
-		err = g.learnSanitize(ctx, serial)
 	}
 	if err == nil {
 		err = g.adopt(ctx, serial, l, medium)
 	}
 	if err != nil {
-		return "", errors.Join(err, boundBy(ctx, medium.Close, func(error) {}))
+		return errors.Join(err, boundBy(ctx, medium.Close, func(error) {}))
 	}
-	return address, nil
+	return nil
 }
 
 // learnSanitize asks the home whether a sanitize of the LUN has to continue. No other gateway can change that any longer.
