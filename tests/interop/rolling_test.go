@@ -20,6 +20,7 @@ import (
 // Each gateway gets its LUNs back afterwards. No command takes 3 s.
 func TestClusterRolls(t *testing.T) {
 	v := boot(t)
+	v.Yield(t)
 	need(t, "multipathd", "fio", "udevadm", "etcd")
 	const luns, size = 20, 8 << 20
 	images := rbdfake.Install(t, "p")
