@@ -32,7 +32,8 @@ func childOf(pid int, command string) int {
 	return 0
 }
 
-// When a gateway is killed, the other one takes over long before the lease expires, also after an upgrade, and after its witness was killed once. The
+// When a gateway is killed, the other one takes over long before the lease expires, also after an upgrade, and after its witness was killed once. If the
+// witness is killed with it, as by systemd, the next process makes sure of that. The
 // supervisor of an upgraded target then ends as that did. A LUN that is not shared is served all the time.
 func TestWitness(t *testing.T) {
 	rbdfake.Install(t, "p")
@@ -66,16 +67,33 @@ func TestWitness(t *testing.T) {
 		t.Fatal(err)
 	}
 	testkit.Eventually(t, "there is another witness", func() bool { n := childOf(pid, witnessName); return n != 0 && n != before })
+	time.Sleep(500 * time.Millisecond) // until it is told of the leases
 	if err := a.cmd.Process.Kill(); err != nil {
 		t.Fatal(err)
 	}
 	w.moved("kill -9", "b", 20*time.Second)
-	a.cmd.Wait()
-	a.startProgram(t, executable(t)) // at once, under the same name
-	pid = a.cmd.Process.Pid
-	pa.set(a.addr)
+	again := func() {
+		a.cmd.Wait()
+		a.startProgram(t, executable(t)) // at once, under the same name
+		pid = a.cmd.Process.Pid
+		pa.set(a.addr)
+	}
+	again()
 	both("restart")
 	a.ok(t, "cluster", "handover", "1", "a")
+
+	ready(pid)
+	if err := syscall.Kill(childOf(pid, witnessName), syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	if err := a.cmd.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	again()
+	w.moved("kill -9 with the witness, and a new process", "b", 20*time.Second)
+	both("restart after that")
+	a.ok(t, "cluster", "handover", "1", "a")
+
 	a.ok(t, "upgrade")
 	both("upgrade")
 	a.ok(t, "cluster", "handover", "1", "a")
@@ -92,6 +110,10 @@ func TestWitness(t *testing.T) {
 	case <-time.After(testkit.Patience):
 		t.Fatal("the supervisor does not end")
 	}
+	testkit.Eventually(t, "no file of leases is left", func() bool {
+		files, err := filepath.Glob(filepath.Join(a.dir, "state", "leases.*"))
+		return err == nil && len(files) == 0
+	})
 	if st := a.cmd.ProcessState.Sys().(syscall.WaitStatus); !st.Signaled() || st.Signal() != syscall.SIGKILL {
 		t.Errorf("the supervisor ends with %v", a.cmd.ProcessState)
 	}

@@ -166,23 +166,20 @@ func stage(t *testing.T, v *vm.VM, dirs ...string) {
 	}
 }
 
-// The units of packaging/systemd under a systemd that runs: installed by the commands of
-// docs/service.md, as they stand there.
-func TestSystemd(t *testing.T) {
-	v := boot(t)
-	need(t, "/lib/systemd/systemd", cu.Program, "iscsi-ls", "fio")
+// installService starts systemd and the service, with that configuration. It installs the units by the commands of docs/service.md, as they stand there.
+func installService(t *testing.T, v *vm.VM, config string) *manager {
+	t.Helper()
 	stage(t, v, "packaging", "examples")
-	if err := os.Mkdir(filepath.Join(v.Files(), "bin"), 0o755); err != nil {
+	bin := filepath.Join(v.Files(), "bin")
+	t.Cleanup(func() { os.RemoveAll(bin) })
+	if err := os.Mkdir(bin, 0o755); err != nil {
 		t.Fatal(err)
 	}
-	harness.Copy(t, filepath.Join(v.Files(), "bin", "iser-target"))
-	if err := os.WriteFile(filepath.Join(v.Files(), "examples", "service.yaml"), []byte(serviceConfig),
-		0o600); err != nil {
+	harness.Copy(t, filepath.Join(bin, "iser-target"))
+	if err := os.WriteFile(filepath.Join(v.Files(), "examples", "service.yaml"), []byte(config), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	m := startManager(t, v)
-	defer v.Try(t, "set +e\niscsiadm -m node --logout\n"+forgive, quick)
-
 	// enable --now is back when the service has told that it is ready.
 	install := strings.ReplaceAll(block(t, "../../docs/service.md", "## systemd"), "FILE", "service")
 	m.run(t, "cd "+vm.Files+"\n"+install+`
@@ -190,6 +187,16 @@ must ActiveState active
 must SubState running
 logged msg=serving
 ls /etc/systemd/system/multi-user.target.wants/iser-target.service`, quick)
+	return m
+}
+
+// The units of packaging/systemd under a systemd that runs.
+func TestSystemd(t *testing.T) {
+	v := boot(t)
+	need(t, "/lib/systemd/systemd", cu.Program, "iscsi-ls", "fio")
+	m := installService(t, v, serviceConfig)
+	defer v.Try(t, "set +e\niscsiadm -m node --logout\n"+forgive, quick)
+
 	for _, test := range []struct {
 		name string
 		run  func(t *testing.T, m *manager)

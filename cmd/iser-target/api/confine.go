@@ -38,6 +38,7 @@ func (s *Server) confinement() *confinement {
 	for _, f := range daemon.StateFiles {
 		c.families = append(c.families, filepath.Join(cfg.StateDir, f.File)) // and .spare, .lock
 	}
+	c.families = append(c.families, filepath.Join(cfg.StateDir, daemon.LeasesFile))
 	if p := s.d.Path(); p != "" {
 		c.families = append(c.families, p) // and .history
 	}

@@ -15,6 +15,7 @@ import (
 	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/cmd/iser-target/api/apitest"
 	"github.com/iser-target/iser-target/cmd/iser-target/api/client"
+	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/tests/testkit"
@@ -213,6 +214,12 @@ func TestRequestsAreConfined(t *testing.T) {
 		}
 		if strings.Contains(body, "text-of-another") {
 			t.Errorf("%s: the answer has a secret: %s", tc.name, body)
+		}
+	}
+	own := (&Server{d: d}).confinement()
+	for _, name := range []string{"identities.json", "settings.json.spare", daemon.LeasesFile + ".X"} {
+		if own.unprotected(filepath.Join(d.Effective().StateDir, name), nil) == nil {
+			t.Errorf("callers may name %s of the state directory", name)
 		}
 	}
 	refused := 0

@@ -3,6 +3,7 @@ package daemon
 import (
 	"cmp"
 	"context"
+	"crypto/rand"
 	"crypto/sha256"
 	"crypto/tls"
 	"crypto/x509"
@@ -13,6 +14,7 @@ import (
 	"maps"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"runtime"
 	"slices"
 	"strings"
@@ -46,7 +48,10 @@ type group struct {
 	opening      sync.Mutex                   // held while records are opened
 	ctx          context.Context              // ends with close
 	end          context.CancelFunc
-	dismiss      context.CancelFunc // of the witness; nil: it has no such process
+	witness      *witness           // nil: it has no such process
+	witnessed    context.Context    // ends with dismiss
+	dismiss      context.CancelFunc // of the witness
+	recorded     chan struct{}      // closed when the file of the leases is as it stays; nil: nobody writes it
 	done         sync.WaitGroup
 	news         chan struct{} // has room for one: owners or gateways may have changed
 
@@ -155,7 +160,10 @@ func (d *Daemon) openGroup(cfg *config.Config) error {
 	}
 	var w *witness
 	if d.witness != nil {
-		w = &witness{cluster: cfg.Cluster, command: d.witness, log: d.log, changed: make(chan struct{}, 1)}
+		w = &witness{cluster: cfg.Cluster, command: d.witness, log: d.log, changed: make(chan struct{}, 1), dirty: make(chan struct{}, 1)}
+		if cfg.StateDir != "" {
+			w.file = filepath.Join(cfg.StateDir, LeasesFile+"."+rand.Text())
+		}
 		home = watchedHome{home, w}
 	}
 	g := &group{d: d, c: cfg.Cluster, home: home, news: make(chan struct{}, 1), luns: map[string]*sharedLUN{}, media: map[string]noted{},
@@ -167,9 +175,13 @@ func (d *Daemon) openGroup(cfg *config.Config) error {
 	g.ctx, g.end = context.WithCancel(context.Background())
 	d.group = g
 	if w != nil {
-		var ctx context.Context
-		ctx, g.dismiss = context.WithCancel(context.Background())
-		go w.run(ctx)
+		g.witness = w
+		g.witnessed, g.dismiss = context.WithCancel(context.Background())
+		go w.run(g.witnessed)
+		if w.file != "" {
+			h := heir{cfg.StateDir, d.openHome, d.log}
+			go h.inherit(g.ctx) // close does not wait for it: the file system may hang
+		}
 	}
 	ctx, cancel := context.WithTimeout(g.ctx, joinTime)
 	defer cancel()
@@ -190,6 +202,18 @@ func (d *Daemon) openGroup(cfg *config.Config) error {
 	g.own = targetTags(d.served.cfg)
 	g.mu.Unlock()
 	return err
+}
+
+// record begins to keep the leases of this process in the state directory.
+func (g *group) record() {
+	if g == nil || g.witness == nil || g.witness.file == "" {
+		return
+	}
+	g.recorded = make(chan struct{})
+	go func() {
+		defer close(g.recorded)
+		g.witness.record(g.witnessed)
+	}()
 }
 
 // openHome returns the home of the group in etcd.
@@ -542,8 +566,14 @@ func (g *group) close() error {
 	g.end()
 	g.done.Wait()
 	g.reservations.Close()
-	if g.dismiss != nil {
+	if g.witness != nil {
 		g.dismiss()
+	}
+	if g.recorded != nil {
+		select {
+		case <-g.recorded:
+		case <-time.After(time.Second): // the file system hangs
+		}
 	}
 	err := g.home.Close()
 	return errors.Join(err, g.kept.Load().close()) // after that: no change is under way any longer

@@ -305,6 +305,7 @@ func (d *Daemon) open(control func(*Daemon) error) error {
 	if err := d.openState(cfg.StateDir); err != nil {
 		return err
 	}
+	d.group.record()
 	d.warnOfFreshState(cfg)
 	if err := d.adoptSerials(); err != nil {
 		return err

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"os"
 	"os/exec"
 	"slices"
 	"sync"
@@ -24,10 +25,12 @@ type witness struct {
 	cluster config.Cluster
 	command func() (*exec.Cmd, error)
 	log     *slog.Logger
+	file    string // see record; empty: there is no state directory
 
 	mu      sync.Mutex
 	leases  []string
 	changed chan struct{} // has room for one
+	dirty   chan struct{} // the same, for record
 }
 
 // maxLeases is how many leases a witness knows of, the latest ones.
@@ -37,6 +40,7 @@ const maxLeases = 8
 type testimony struct {
 	Cluster config.Cluster
 	Leases  []string
+	File    string `json:",omitempty"` // see record; of no use without the leases
 }
 
 // run keeps a witness running until ctx ends. Then it knows which leases are left.
@@ -76,9 +80,7 @@ func (w *witness) once(ctx context.Context) (started bool, err error) {
 	ended := make(chan error, 1)
 	go func() { ended <- cmd.Wait() }()
 	for {
-		w.mu.Lock()
-		line, err := json.Marshal(testimony{w.cluster, w.leases})
-		w.mu.Unlock()
+		line, err := json.Marshal(w.knows())
 		if err == nil {
 			_, err = pipe.Write(append(line, '\n'))
 		}
@@ -97,6 +99,12 @@ func (w *witness) once(ctx context.Context) (started bool, err error) {
 	}
 }
 
+func (w *witness) knows() testimony {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return testimony{w.cluster, slices.Clone(w.leases), w.file}
+}
+
 // set adds or removes a lease.
 func (w *witness) set(id string, has bool) {
 	w.mu.Lock()
@@ -106,9 +114,11 @@ func (w *witness) set(id string, has bool) {
 		w.leases = w.leases[max(len(w.leases)-maxLeases, 0):]
 	}
 	w.mu.Unlock()
-	select {
-	case w.changed <- struct{}{}:
-	default:
+	for _, c := range []chan struct{}{w.changed, w.dirty} {
+		select {
+		case c <- struct{}{}:
+		default:
+		}
 	}
 }
 
@@ -157,19 +167,28 @@ func Witness(ctx context.Context, r io.Reader) error {
 		}
 		last = t
 	}
-	if len(last.Leases) == 0 {
+	err := last.end(ctx, openHome)
+	if err == nil && len(last.Leases) > 0 && last.File != "" {
+		os.Remove(last.File)
+	}
+	return err
+}
+
+// end ends the leases. The process that had them must be at its end.
+func (t *testimony) end(ctx context.Context, open func(*config.Cluster) (state.Lessor, error)) error {
+	if len(t.Leases) == 0 {
 		return nil
 	}
-	home, err := openHome(&last.Cluster)
+	home, err := open(&t.Cluster)
 	if err != nil {
 		return err
 	}
 	defer home.Close()
 	// After that they have expired anyway.
-	ctx, cancel := context.WithTimeout(ctx, last.Cluster.Lease)
+	ctx, cancel := context.WithTimeout(ctx, t.Cluster.Lease)
 	defer cancel()
 	var errs []error
-	for _, id := range last.Leases {
+	for _, id := range t.Leases {
 		errs = append(errs, home.EndLease(ctx, id))
 	}
 	return errors.Join(errs...)

@@ -51,6 +51,9 @@ func NewProxy(t testing.TB) *Proxy {
 // Addr returns the address at which the guest reaches the proxy.
 func (p *Proxy) Addr() string { return hostPort(vm.HostAddr, p.l.Addr().(*net.TCPAddr).Port) }
 
+// To makes the proxy lead to an address of the host, before anybody is told of the proxy.
+func (p *Proxy) To(addr string) { p.to = addr }
+
 // Pass passes on what comes from now on.
 func (p *Proxy) Pass() { p.set(passing) }
 

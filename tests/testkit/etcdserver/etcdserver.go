@@ -3,6 +3,7 @@ package etcdserver
 
 import (
 	"bytes"
+	"encoding/json"
 	"fmt"
 	"io"
 	"math/rand/v2"
@@ -141,6 +142,49 @@ func (m *Member) get(path string) ([]byte, error) {
 	}
 	defer resp.Body.Close()
 	return io.ReadAll(resp.Body)
+}
+
+// Leases returns the IDs of all leases that have not ended.
+func (m *Member) Leases() (ids []string) {
+	m.t.Helper()
+	var answer struct{ Leases []struct{ ID string } }
+	m.post("/v3/lease/leases", struct{}{}, &answer)
+	for _, l := range answer.Leases {
+		ids = append(ids, l.ID)
+	}
+	return ids
+}
+
+// LeaseOf returns the ID of the lease of a key, or "" if the key does not exist or has none.
+func (m *Member) LeaseOf(key string) string {
+	m.t.Helper()
+	var answer struct{ Kvs []struct{ Lease string } }
+	m.post("/v3/kv/range", map[string][]byte{"key": []byte(key)}, &answer)
+	if len(answer.Kvs) == 0 {
+		return ""
+	}
+	return answer.Kvs[0].Lease
+}
+
+// post calls the JSON gateway of etcd, without TLS.
+func (m *Member) post(path string, question, answer any) {
+	m.t.Helper()
+	body, err := json.Marshal(question)
+	if err != nil {
+		m.t.Fatal(err)
+	}
+	client := http.Client{Timeout: 5 * time.Second, Transport: &http.Transport{DisableKeepAlives: true}}
+	resp, err := client.Post(m.Endpoint()+path, "application/json", bytes.NewReader(body))
+	if err != nil {
+		m.t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode != http.StatusOK {
+		m.t.Fatalf("etcd %s: %s: %s", m.name, path, resp.Status)
+	}
+	if err := json.NewDecoder(resp.Body).Decode(answer); err != nil {
+		m.t.Fatalf("etcd %s: %s: %v", m.name, path, err)
+	}
 }
 
 // eventually waits as long as the process runs.
