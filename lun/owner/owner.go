@@ -63,8 +63,8 @@ type Options struct {
 	Step time.Duration
 	// Failback is how long another gateway has to be there that should have a LUN rather, until it gets it. Default 30 s. Negative: never.
 	Failback time.Duration
-	// Moves is how many LUNs the gateway gives to others at a time, when it drains and when others should have them. Those that take them then open few stores
-	// at once, so that each LUN is away for a short time. Default 4.
+	// Moves is how many LUNs the gateway gives to others at a time when it drains. Those that take them then open few stores at once, so that each LUN is
+	// away for a short time. LUNs that others should have are not urgent, so these go one at a time. Default 4.
 	Moves int
 
 	// Note is what the other gateways learn of this one, as JSON: see Member. nil: nothing.
@@ -130,7 +130,8 @@ type Gateway struct {
 	cancel context.CancelFunc
 	done   sync.WaitGroup
 	bold   chan struct{} // has room for maxBold
-	moves  chan struct{} // has room for Options.Moves
+	moves  chan struct{} // has room for Options.Moves: LUNs that a drain gives away
+	backs  chan struct{} // has room for one: a LUN that another gateway should have
 	calls  chan struct{} // has room for maxCalls
 
 	mu        sync.Mutex // guards the fields below
@@ -178,16 +179,16 @@ type Unit struct {
 	admits, answers atomic.Pointer[gate]
 
 	// guarded by g.mu:
-	left   bool      // see Gateway.Remove
-	again  bool      // see Reopen
-	owner  opening   // no Gateway: none
-	since  time.Time // when owner changed
-	busy   bool      // it is claimed, served or given back
-	began  time.Time // when it was claimed last
-	moves  bool      // it has a place in g.moves
-	unable time.Time // until when this gateway leaves it to others; zero: it does not
-	failed int       // openings in succession that have failed
-	wished time.Time // when Prefer was called last, or the gateway began to look
+	left   bool          // see Gateway.Remove
+	again  bool          // see Reopen
+	owner  opening       // no Gateway: none
+	since  time.Time     // when owner changed
+	busy   bool          // it is claimed, served or given back
+	began  time.Time     // when it was claimed last
+	turn   chan struct{} // it has a place in this one of g.moves and g.backs; nil: in none
+	unable time.Time     // until when this gateway leaves it to others; zero: it does not
+	failed int           // openings in succession that have failed
+	wished time.Time     // when Prefer was called last, or the gateway began to look
 }
 
 // Admits reports whether a command may begin.
@@ -242,7 +243,7 @@ func Join(o Options) (*Gateway, error) {
 	g := &Gateway{o: o, hash: hash(o.Name), members: map[string]member{}, preferred: map[string]string{}, owners: map[string]opening{}, without: map[string]bool{}, known: map[string]state.Revision{},
 		units: map[string]*Unit{}, changed: make(chan struct{})}
 	g.calls = make(chan struct{}, maxCalls)
-	g.bold, g.moves, g.claims = make(chan struct{}, maxBold), make(chan struct{}, o.Moves), map[*Unit]time.Time{}
+	g.bold, g.moves, g.backs, g.claims = make(chan struct{}, maxBold), make(chan struct{}, o.Moves), make(chan struct{}, 1), map[*Unit]time.Time{}
 	g.ctx, g.cancel = context.WithCancel(context.Background())
 	for _, name := range o.LUNs {
 		if name == "" || g.units[name] != nil {
@@ -874,12 +875,12 @@ func (u *Unit) run() {
 		}
 		err := u.serve(t, bold)
 		g := u.g
-		if u.moves {
+		if u.turn != nil {
 			u.awaitOther()
-			<-g.moves
+			<-u.turn
 		}
 		g.mu.Lock()
-		u.busy, u.moves, u.again = false, false, false
+		u.busy, u.turn, u.again = false, nil, false
 		failed := u.failed
 		if g.draining || g.term == nil {
 			g.announce()
@@ -1249,7 +1250,7 @@ func (u *Unit) hold(t *term, revision state.Revision, failed <-chan struct{}) (l
 			}
 			select {
 			case g.moves <- struct{}{}:
-				u.moves, away = true, true
+				u.turn, away = g.moves, true
 			default:
 				wait = g.o.Step / 4
 			}
@@ -1266,8 +1267,8 @@ func (u *Unit) hold(t *term, revision state.Revision, failed <-chan struct{}) (l
 				break
 			}
 			select {
-			case g.moves <- struct{}{}:
-				u.moves, away = true, true
+			case g.backs <- struct{}{}:
+				u.turn, away = g.backs, true
 			default:
 				wait = g.o.Step
 			}

@@ -57,11 +57,13 @@ type group struct {
 
 	mu     sync.Mutex // guards the fields below; not held during a call of a store or of the home
 	gw     *owner.Gateway
-	luns   map[string]*sharedLUN // by the serial of the identity
-	media  map[string]noted      // the same, also of LUNs that this gateway does not have
-	own    map[string][]uint16   // tags of the portal groups that lead to each target
-	others map[string][]uint16   // those of other gateways
-	ports  []portalNote          // portals of this gateway
+	luns   map[string]*sharedLUN          // by the serial of the identity
+	media  map[string]noted               // the same, also of LUNs that this gateway does not have
+	own    map[string][]uint16            // tags of the portal groups that lead to each target
+	others map[string][]uint16            // those of other gateways, also of absent ones
+	there  map[string]map[string][]uint16 // those of the other gateways that were there at the last look, by gateway and target
+	absent map[string]absentNote          // gateways that have left a short time ago
+	ports  []portalNote                   // portals of this gateway
 	config groupConfig
 	wake   chan struct{} // closed when media have changed
 }
@@ -136,10 +138,21 @@ type gatewayNote struct {
 	Tags    map[string][]uint16 `json:"tags"` // of the portal groups that lead to each target
 	Portals []portalNote        `json:"portals,omitempty"`
 	LUNs    []string            `json:"luns"` // shared ones that it has, by their NAA; nil: it is of a version that does not say
+	// Absent are gateways that have left a short time ago. So one that has just come knows them as well.
+	Absent map[string]absentNote `json:"absent,omitempty"`
 	// Config is the revision of the targets of the cluster that run there, and ConfigReason why a newer one does not.
 	Config       int64  `json:"config,omitempty"`
 	ConfigReason string `json:"config_reason,omitempty"`
 }
+
+// An absentNote is what is known of a gateway that has left. Its portal groups stay for absentTime. Otherwise a gateway that restarts would change the target port
+// groups of all LUNs twice, and initiators would ask for all of them again.
+type absentNote struct {
+	Tags  map[string][]uint16 `json:"tags"`
+	Until time.Time           `json:"until"`
+}
+
+const absentTime = 10 * time.Minute
 
 // A portalNote is a portal of a gateway, as the others announce it in discovery.
 type portalNote struct {
@@ -167,7 +180,7 @@ func (d *Daemon) openGroup(cfg *config.Config) error {
 		home = watchedHome{home, w}
 	}
 	g := &group{d: d, c: cfg.Cluster, home: home, news: make(chan struct{}, 1), luns: map[string]*sharedLUN{}, media: map[string]noted{},
-		others: map[string][]uint16{}, wake: make(chan struct{})}
+		others: map[string][]uint16{}, there: map[string]map[string][]uint16{}, absent: map[string]absentNote{}, wake: make(chan struct{})}
 	g.reservations, err = lun.NewSharedReservations(lun.SharedOptions{Home: home, Gateway: cfg.Cluster.Name, TTL: cfg.Cluster.Lease, Limit: d.net.limits.StateTimeout.Time})
 	if err != nil {
 		return fmt.Errorf("cluster: %w", errors.Join(err, home.Close()))
@@ -454,7 +467,7 @@ func (g *group) join() error {
 // note returns what this gateway tells the others. g.mu is held.
 func (g *group) note() json.RawMessage {
 	n := gatewayNote{
-		Version: g.d.version, Tags: g.own, Portals: g.ports, LUNs: slices.AppendSeq([]string{}, maps.Keys(g.luns)),
+		Version: g.d.version, Tags: g.own, Portals: g.ports, LUNs: slices.AppendSeq([]string{}, maps.Keys(g.luns)), Absent: g.absent,
 		Config: g.config.running, ConfigReason: g.config.reason,
 	}
 	slices.Sort(n.LUNs)
@@ -636,7 +649,7 @@ func (g *group) follow() {
 		g.own, g.ports = own, ports
 		gw := g.gw
 		gw.SetNote(g.note())
-		conflict := g.learnTags()
+		conflict := g.learnTags(g.gw.Members(), time.Now())
 		type news struct {
 			states map[uint16]lun.AccessState
 			store  *gated.Store
@@ -676,19 +689,42 @@ func (g *group) follow() {
 	}
 }
 
-// learnTags notes the portal groups of the other gateways. It returns what is wrong with them, or "". g.mu is held.
-func (g *group) learnTags() (conflict string) {
+// learnTags notes the portal groups of the other gateways, of which members are there. It returns what is wrong with them, or "". g.mu is held.
+func (g *group) learnTags(members []owner.Member, now time.Time) (conflict string) {
 	clear(g.others)
-	for _, m := range g.gw.Members() {
+	before := g.there
+	g.there = map[string]map[string][]uint16{}
+	for _, m := range members {
 		if m.Name == g.c.Name {
 			continue
 		}
-		for target, tags := range noteOf(m).Tags {
+		n := noteOf(m)
+		g.there[m.Name] = n.Tags
+		for target, tags := range n.Tags {
 			for _, tag := range tags {
 				if slices.Contains(g.own[target], tag) {
 					conflict = fmt.Sprintf("portal group %d of %s is one of gateway %s, too. Give the portals of each gateway tags of their own (tpgt)", tag, target, m.Name)
 				}
 			}
+			g.others[target] = append(g.others[target], tags...)
+		}
+		for name, a := range n.Absent {
+			if a.Until.After(g.absent[name].Until) {
+				g.absent[name] = a
+			}
+		}
+	}
+	for name, tags := range before {
+		if _, there := g.there[name]; !there {
+			g.absent[name] = absentNote{tags, now.Add(absentTime)}
+		}
+	}
+	for name, a := range g.absent {
+		if _, there := g.there[name]; there || name == g.c.Name || now.After(a.Until) {
+			delete(g.absent, name)
+			continue
+		}
+		for target, tags := range a.Tags {
 			g.others[target] = append(g.others[target], tags...)
 		}
 	}
@@ -776,6 +812,9 @@ func (g *group) access(serial string, l *sharedLUN) map[uint16]lun.AccessState {
 		for _, tag := range tags {
 			states[tag] = at
 		}
+	}
+	for name, a := range g.absent { // first: another gateway may have the tag by now
+		note(name, a.Tags[l.target])
 	}
 	if g.gw != nil {
 		for _, m := range g.gw.Members() {
@@ -1071,7 +1110,7 @@ func (d *Daemon) Cluster() (*schema.ClusterState, error) {
 	owns, has := map[string]int{}, map[string]bool{}
 	g.mu.Lock()
 	st.Config = max(g.config.newest, g.config.running)
-	st.Conflict = g.learnTags()
+	st.Conflict = g.learnTags(gw.Members(), time.Now())
 	for _, serial := range slices.Sorted(maps.Keys(g.luns)) {
 		l := g.luns[serial]
 		s := schema.SharedLUNState{Target: l.target, ID: l.cfg.ID, NAA: serial, Owner: gw.Owner(serial), Favorite: gw.Favorite(serial), Preferred: gw.Preferred(serial), Here: l.gate.Admits()}

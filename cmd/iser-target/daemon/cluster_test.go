@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -18,6 +19,7 @@ import (
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/lun"
+	"github.com/iser-target/iser-target/lun/owner"
 	"github.com/iser-target/iser-target/lun/state/etcd"
 	"github.com/iser-target/iser-target/tests/initiator"
 	"github.com/iser-target/iser-target/tests/testkit"
@@ -200,8 +202,8 @@ func TestCluster(t *testing.T) {
 	}
 	waitFor(t, map[int]int{1: 0, 2: 2}, sa, sb)
 	testSharedReservations(t, a, b, sa, sb)
-	endA() // as by SIGTERM
-	waitFor(t, map[int]int{2: 0}, sb)
+	endA()                                  // as by SIGTERM
+	waitFor(t, map[int]int{1: 2, 2: 0}, sb) // the gateway may be back soon
 	if got := len(b.State().Targets[0].LUNs[1].Reservation.Registrations); got != 1 {
 		t.Errorf("%d registrations after the end of the gateway that they came through, want 1", got)
 	}
@@ -403,4 +405,88 @@ func TestClusterSettingsWithoutEtcd(t *testing.T) {
 			}
 		}
 	}
+}
+
+// A gateway that ends and comes back changes no state of a LUN that another one serves: initiators get no attention. A gateway that comes meanwhile
+// knows it as well.
+func TestGatewayComesAndGoesQuietly(t *testing.T) {
+	member := etcdserver.Start(t, 1)[0]
+	memory, err := backend.OpenMemory(backend.MemoryConfig{Size: 4 << 20, BlockSize: 512})
+	if err != nil {
+		t.Fatal(err)
+	}
+	disk := &sharedDisk{Store: memory, t: t}
+	b, _ := newGateway(t, "b", 2, member, disk.openFor)
+	sb := b.login("host", store)
+	waitFor(t, map[int]int{2: 0}, sb)
+	gateways := func(n int) {
+		t.Helper()
+		testkit.Eventually(t, fmt.Sprint(n, " gateways are there"), func() bool {
+			st, err := b.Cluster()
+			return err == nil && len(st.Gateways) == n
+		})
+		time.Sleep(2 * time.Second) // longer than between two looks of a gateway
+	}
+	a, endA := newGateway(t, "a", 1, member, disk.openFor)
+	want := map[int]int{1: 2, 2: 0}
+	waitFor(t, want, sb, a.login("host", store))
+	for range 2 {
+		endA()
+		gateways(1)
+		if got := attentions(t, sb, 1); strings.Contains(got, "2a/06") {
+			t.Errorf("the initiator is notified of a gateway that has left: %s", got)
+		}
+		if got := portGroupStates(t, sb, 1); fmt.Sprint(got) != fmt.Sprint(want) {
+			t.Errorf("without the gateway, the port groups are %v", got)
+		}
+		a, endA = newGateway(t, "a", 1, member, disk.openFor)
+		waitFor(t, want, a.login("host", store))
+		gateways(2)
+		if got := attentions(t, sb, 1); strings.Contains(got, "2a/06") {
+			t.Errorf("the initiator is notified of a gateway that is back: %s", got)
+		}
+	}
+	endA()
+	gateways(1)
+	c, _ := newGateway(t, "c", 3, member, disk.openFor)
+	waitFor(t, map[int]int{1: 2, 2: 0, 3: 2}, c.login("host", store), sb)
+}
+
+// The portal groups of a gateway that has left are known for absentTime, unless another one has them.
+func TestAbsentGateways(t *testing.T) {
+	member := func(name string, n gatewayNote) owner.Member {
+		text, err := json.Marshal(n)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return owner.Member{Name: name, Note: text}
+	}
+	tags := func(tag uint16) map[string][]uint16 { return map[string][]uint16{store: {tag}} }
+	g := &group{c: config.Cluster{Name: "a"}, own: tags(1), others: map[string][]uint16{}, absent: map[string]absentNote{}}
+	a, b := member("a", gatewayNote{Tags: tags(1)}), member("b", gatewayNote{Tags: tags(2)})
+	now := time.Now()
+	look := func(after time.Duration, want []uint16, members ...owner.Member) {
+		t.Helper()
+		if conflict := g.learnTags(members, now.Add(after)); conflict != "" {
+			t.Error(conflict)
+		}
+		if got := g.others[store]; !slices.Equal(got, want) {
+			t.Errorf("after %v the portal groups of others are %v, want %v", after, got, want)
+		}
+	}
+	look(0, nil, a)
+	look(0, []uint16{2}, a, b)
+	look(time.Second, []uint16{2}, a)
+	look(absentTime, []uint16{2}, a)
+	look(absentTime+2*time.Second, nil, a)
+	look(absentTime+3*time.Second, nil, a)
+	look(0, []uint16{2}, a, b)
+	look(0, []uint16{2}, a)
+	look(0, []uint16{2}, a, b) // it is back
+	// Another gateway knows of one that left, and of this one.
+	until := now.Add(time.Minute)
+	c := member("c", gatewayNote{Tags: tags(3), Absent: map[string]absentNote{"a": {tags(1), until}, "b": {tags(2), until}, "d": {tags(4), until}}})
+	look(0, []uint16{2, 3, 4}, a, b, c)
+	look(time.Minute+time.Second, []uint16{2, 3}, a, b, c)
+	look(2*time.Minute, []uint16{2, 3}, a, b, c)
 }
