@@ -64,7 +64,7 @@ type Options struct {
 	// Failback is how long another gateway has to be there that should have a LUN rather, until it gets it. Default 30 s. Negative: never.
 	Failback time.Duration
 	// Moves is how many LUNs the gateway gives to others at a time when it drains. Those that take them then open few stores at once, so that each LUN is
-	// away for a short time. LUNs that others should have are not urgent, so these go one at a time. Default 4.
+	// away for a short time. LUNs that others should have are not urgent, so these go one at a time, with pauses. Default 4.
 	Moves int
 
 	// Note is what the other gateways learn of this one, as JSON: see Member. nil: nothing.
@@ -89,6 +89,8 @@ const (
 	company = 2 * time.Second
 	// maxBold is how many LUNs a gateway claims at a time that another one should have rather.
 	maxBold = 4
+	// breath is how many steps a gateway waits between LUNs that it gives back. Initiators then have few disks at a time that look for their paths.
+	breath = 4
 	// maxSteps is how many steps a LUN keeps its place among these, while nobody opens it.
 	maxSteps = 10
 	// unableFor is how long a gateway leaves a LUN to others that it could not open.
@@ -875,7 +877,15 @@ func (u *Unit) run() {
 		}
 		err := u.serve(t, bold)
 		g := u.g
-		if u.turn != nil {
+		switch u.turn {
+		case nil:
+		case g.backs:
+			u.awaitOther()
+			g.done.Go(func() {
+				pause(g.ctx, breath*g.o.Step)
+				<-g.backs
+			})
+		default:
 			u.awaitOther()
 			<-u.turn
 		}
