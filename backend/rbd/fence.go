@@ -16,8 +16,8 @@ const adminProgram = "ceph"
 // addressPattern matches addresses of clients of Ceph, such as 10.0.0.1:0/3892811.
 var addressPattern = regexp.MustCompile(`^[0-9A-Za-z\[][0-9A-Za-z\[\]:./-]*$`)
 
-// Address returns the address of the client of the image, which Fence takes. The cluster has to be asked for it after the image was opened, which can be used
-// meanwhile. It is empty for a ReadOnly store.
+// Address returns the address of the client of the image, which Fence takes. The Store can be used before it is known, because the cluster takes a moment to
+// tell. It is empty for a ReadOnly store.
 func (s *Store) Address(ctx context.Context) (string, error) {
 	if s.d.c.ReadOnly {
 		return "", nil

@@ -322,7 +322,6 @@ func (v *VM) Console() string {
 	return fmt.Sprintf("the end of the guest's console, all of which is in %s:\n%s", v.LogName, v.console.end())
 }
 
-// Close ends the machine. The error tells of faults that the kernel has found
 // Yield lets all other processes of this machine run first until t ends: a guest whose targets are on the same machine takes no CPU from
 // them, as if they had machines of their own.
 func (v *VM) Yield(t testing.TB) {
@@ -357,6 +356,7 @@ func (v *VM) setNice(t testing.TB, nice int) {
 	}
 }
 
+// Close ends the machine. The error tells of faults that the kernel has found
 // in itself since the last script.
 func (v *VM) Close() error {
 	v.cmd.Process.Kill()
