@@ -234,6 +234,34 @@ func TestSanitizeWaitsAndMoves(t *testing.T) {
 	b.wantErased(a)
 }
 
+// A gateway that gets its LUN back waits for the end of the calls that an interrupted sanitize still has under way: they would write later otherwise.
+func TestSanitizeEndsBeforeItResumes(t *testing.T) {
+	_, a, b := newSharedDisk(t)
+	held, release := a.hold(backendtest.Sync)
+	a.good("48 82 0000000000 0000 00", nil)
+	<-held
+	a.leave()
+	ended := make(chan error, 1)
+	go func() { ended <- a.unit.ResumeSanitize(t.Context()) }()
+	select {
+	case err := <-ended:
+		release()
+		t.Fatalf("the unit has not waited: %v", err)
+	case <-time.After(50 * time.Millisecond):
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
+	defer cancel()
+	if err := a.unit.ResumeSanitize(ctx); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("it waits for longer than it may: %v", err)
+	}
+	release()
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+	a.take()
+	a.wantErased(b)
+}
+
 // A failed sanitize keeps the medium from all gateways, until one succeeds on any of them.
 func TestSanitizeFailsAndMoves(t *testing.T) {
 	d, a, b := newSharedDisk(t)
