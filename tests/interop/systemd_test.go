@@ -44,7 +44,7 @@ while [ -e /proc/$pid ]; do sleep 0.1; done`, quick)
 `+cgroups+`
 cat >/run/manager.sh <<'.'
 set -e
-mkdir /run/manager
+mkdir -p /run/manager # from a test before
 mount -t tmpfs -o mode=755 tmpfs /run/manager
 mkdir /run/manager/share /run/manager/units /run/manager/lock
 mount --bind /run/share /run/manager/share
