@@ -142,7 +142,7 @@ func (d *sharedDisk) wantRecord(want bool) {
 	}
 }
 
-// wantErased waits until a sanitize has ended well, and checks that nothing does it again.
+// wantErased waits until a sanitize has succeeded, and checks that nothing does it again.
 func (g *diskGateway) wantErased(others ...*diskGateway) {
 	g.t.Helper()
 	testkit.Eventually(g.t, "end of the sanitize", func() bool { return g.run("00", nil).status == StatusGood })

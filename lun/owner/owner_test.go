@@ -281,6 +281,16 @@ func (gr *group) settle(limit time.Duration, want func(lun string) string) {
 	gr.Fatalf("after %v, %s", limit, wrong)
 }
 
+// bestBut returns what best does, but another gateway for one LUN.
+func bestBut(gateways, lun, to string) func(lun string) string {
+	return func(l string) string {
+		if l == lun {
+			return to
+		}
+		return best(gateways)(l)
+	}
+}
+
 // best returns the gateway that should have a LUN, of those that are named.
 func best(gateways string) func(lun string) string {
 	return func(lun string) string {
@@ -578,12 +588,7 @@ func TestHandover(t *testing.T) {
 		if err := gr.nodes[0].g.Prefer(gr.Context(), lun, other); err != nil {
 			gr.Fatal(err)
 		}
-		want := func(l string) string {
-			if l == lun {
-				return other
-			}
-			return best("ab")(l)
-		}
+		want := bestBut("ab", lun, other)
 		gr.settle(2*time.Second, want)
 		gr.longest(1500 * time.Millisecond)
 		if p, f := gr.nodes[1].g.Preferred(lun), gr.nodes[1].g.Favorite(lun); p != other || f != other {
@@ -738,12 +743,7 @@ func TestUnable(t *testing.T) {
 		gr.disk.broken["a"+lun] = true
 		gr.disk.mu.Unlock()
 		gr.revive(gr.nodes[0])
-		want := func(l string) string {
-			if l == lun {
-				return "b"
-			}
-			return best("ab")(l)
-		}
+		want := bestBut("ab", lun, "b")
 		time.Sleep(defaultFailback + 10*time.Second)
 		gr.settle(10*time.Second, want)
 		gr.fresh()
@@ -764,12 +764,7 @@ func TestNameless(t *testing.T) {
 		gr.disk.mu.Lock()
 		gr.disk.nameless["a"+lun] = true
 		gr.disk.mu.Unlock()
-		want := func(l string) string {
-			if l == lun {
-				return "b"
-			}
-			return best("ab")(l)
-		}
+		want := bestBut("ab", lun, "b")
 		time.Sleep(time.Minute)
 		gr.settle(time.Second, want)
 		gr.fresh()

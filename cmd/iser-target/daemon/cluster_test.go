@@ -37,6 +37,16 @@ type sharedDisk struct {
 	fails atomic.Bool // the next sync fails, and later ones of that diskHead
 }
 
+// newSharedDisk returns a disk of 4 MiB.
+func newSharedDisk(t *testing.T) *sharedDisk {
+	t.Helper()
+	memory, err := backend.OpenMemory(backend.MemoryConfig{Size: 4 << 20, BlockSize: 512})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &sharedDisk{Store: memory, t: t}
+}
+
 // A diskHead is the disk as one gateway has opened it.
 type diskHead struct {
 	backend.Store
@@ -137,11 +147,7 @@ func waitFor(t *testing.T, want map[int]int, sessions ...*initiator.Session) {
 // one has written the other one reads. A LUN of a gateway's own is not concerned.
 func TestCluster(t *testing.T) {
 	member := etcdserver.Start(t, 1)[0]
-	memory, err := backend.OpenMemory(backend.MemoryConfig{Size: 4 << 20, BlockSize: 512})
-	if err != nil {
-		t.Fatal(err)
-	}
-	disk := &sharedDisk{Store: memory, t: t}
+	disk := newSharedDisk(t)
 	a, endA := newGateway(t, "a", 1, member, disk.openFor)
 	b, _ := newGateway(t, "b", 2, member, disk.openFor)
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
@@ -379,11 +385,7 @@ func testSharedFailure(t *testing.T, disk *sharedDisk, a, b *lab, sa *initiator.
 // While etcd is frozen, a change of the settings of a shared LUN fails in time, and an own LUN is not disturbed.
 func TestClusterSettingsWithoutEtcd(t *testing.T) {
 	member := etcdserver.Start(t, 1)[0]
-	memory, err := backend.OpenMemory(backend.MemoryConfig{Size: 4 << 20, BlockSize: 512})
-	if err != nil {
-		t.Fatal(err)
-	}
-	l, _ := newGateway(t, "a", 1, member, (&sharedDisk{Store: memory, t: t}).openFor)
+	l, _ := newGateway(t, "a", 1, member, newSharedDisk(t).openFor)
 	s, neighbor := l.login("host", store), l.login("neighbor", store)
 	waitFor(t, map[int]int{1: 0}, s)
 	attentions(t, neighbor, 0)
@@ -411,11 +413,7 @@ func TestClusterSettingsWithoutEtcd(t *testing.T) {
 // knows it as well.
 func TestGatewayComesAndGoesQuietly(t *testing.T) {
 	member := etcdserver.Start(t, 1)[0]
-	memory, err := backend.OpenMemory(backend.MemoryConfig{Size: 4 << 20, BlockSize: 512})
-	if err != nil {
-		t.Fatal(err)
-	}
-	disk := &sharedDisk{Store: memory, t: t}
+	disk := newSharedDisk(t)
 	b, _ := newGateway(t, "b", 2, member, disk.openFor)
 	sb := b.login("host", store)
 	waitFor(t, map[int]int{2: 0}, sb)

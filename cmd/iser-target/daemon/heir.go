@@ -38,8 +38,8 @@ func bootID() (string, error) {
 	return strings.TrimSpace(string(b)), err
 }
 
-// record keeps the leases of this process in a file until ctx ends. Then it removes the file, unless leases are left: the witness removes it when it
-// has ended them.
+// record keeps the leases of this process in a file until ctx ends. Then it removes the file, unless leases are left: the witness ends those, and removes
+// it then.
 func (w *witness) record(ctx context.Context) {
 	fd, boot := -1, ""
 	for {

@@ -70,7 +70,7 @@ func TestHeir(t *testing.T) {
 			h := heir{filepath.Dir(file), func(*config.Cluster) (state.Lessor, error) { return home, nil }, slog.New(slog.DiscardHandler)}
 			h.inherit(t.Context())
 			if ended := lease.Renew(t.Context()) != nil; ended != tc.ended {
-				t.Errorf("the lease has ended: %v, want %v", ended, tc.ended)
+				t.Errorf("the lease is over: %v, want %v", ended, tc.ended)
 			}
 			if _, err := os.Stat(file); (err == nil) != tc.stays {
 				t.Errorf("the file: %v, want that it stays: %v", err, tc.stays)
