@@ -9,6 +9,7 @@ import (
 	"testing"
 	"testing/synctest"
 
+	"github.com/iser-target/iser-target/tests/testkit"
 	"golang.org/x/sys/unix"
 )
 
@@ -183,7 +184,7 @@ func TestSyncIsOlderThanTheData(t *testing.T) {
 
 // A description that was opened after somebody has seen an error does not serve a Sync.
 func TestSyncUsesNoNewDescription(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		m := newMedium()
 		d := newMediumDisk(m)
 		if err := d.WriteAt([]byte{1}, 0); err != nil {

@@ -13,6 +13,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/iser-target/iser-target/tests/testkit"
 	"golang.org/x/sys/unix"
 )
 
@@ -176,7 +177,7 @@ func TestResizeHoldsUpNothing(t *testing.T) {
 // A shrink waits for the writes in progress: one behind the new end would extend the file again. It
 // waits for no later ones, so it ends although there is always a write in progress.
 func TestShrinkWaitsForEarlierWrites(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		s, _, err := OpenFile(FileConfig{Path: filepath.Join(t.TempDir(), "disk"), Size: 4 << 20})
 		if err != nil {
 			t.Fatal(err)

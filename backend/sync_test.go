@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // "A failure is final": the second sync of the kernel would succeed.
@@ -153,7 +154,7 @@ func TestWriteDurableWithoutSpace(t *testing.T) {
 
 // Syncs that arrive while one runs share the next one: they have written before it begins.
 func TestSyncsShareRounds(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		s := openFile(t, backend.FileConfig{Size: 1 << 20})
 		gate := make(chan struct{})
 		var busy [16]atomic.Bool
@@ -195,7 +196,7 @@ func TestSyncsShareRounds(t *testing.T) {
 
 // All syncs of a round that fails report its error, and none succeeds afterwards.
 func TestFailedRound(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		s := openFile(t, backend.FileConfig{Size: 1 << 20})
 		gate, syncs := make(chan error), 0
 		backend.Intercept(s, &backend.Hooks{
@@ -228,7 +229,7 @@ func TestFailedRound(t *testing.T) {
 
 // An idle store has one descriptor. Durable writes open more, each its own, and give them back.
 func TestSpareDescriptors(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		s := openFile(t, backend.FileConfig{Size: 1 << 20})
 		gate := make(chan struct{})
 		var reopened, inside atomic.Int32

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
@@ -186,7 +187,7 @@ func loop(tb testing.TB, i int, f func(m *loopMover)) {
 
 // No command allocates, from its PDU to its response.
 func TestNoAllocations(t *testing.T) {
-	if raceEnabled {
+	if testkit.Race {
 		t.Skip("the race detector makes sync.Pool forget at random")
 	}
 	for i, p := range loopPaths {

@@ -13,6 +13,7 @@ import (
 	"github.com/iser-target/iser-target/lun"
 	"github.com/iser-target/iser-target/lun/state"
 	"github.com/iser-target/iser-target/security"
+	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
@@ -65,7 +66,7 @@ func TestShutdownIsAnnounced(t *testing.T) {
 
 // ISCSI-11.9-3: event 3 goes to the sessions that a cold reset of another one ends.
 func TestColdResetIsAnnounced(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		other := n.connect(func(tc *testConn) { tc.isid[5], tc.cid = 2, 5 }).login()
@@ -85,7 +86,7 @@ func TestColdResetIsAnnounced(t *testing.T) {
 // Event 0: another initiator has changed the medium. The unit attention stays for
 // the next command, and an attention that is still due is not reported again.
 func TestSCSIEvent(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		const name = "iqn.2026-11.io.example:jukebox"
 		u, err := lun.New(newStore(t), lun.Options{Identity: state.Identity{NAA: [8]byte{0x30, 7: 9},

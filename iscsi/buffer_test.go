@@ -5,6 +5,7 @@ import (
 	"testing/synctest"
 
 	"github.com/iser-target/iser-target/security/limits"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 func newBudget(octets int) *budget {
@@ -29,7 +30,7 @@ func TestBufferClasses(t *testing.T) {
 // Waiters are served in order of arrival, and a small request does not
 // overtake a large one.
 func TestBudgetIsFair(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		g := newBudget(64 << 10)
 		all := g.try(64 << 10)
 		if all == nil || g.try(1) != nil {
@@ -74,7 +75,7 @@ func TestBudgetIsFair(t *testing.T) {
 
 // A cancelled waiter leaves, and those behind it get what they want.
 func TestBudgetCancel(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		g := newBudget(8192)
 		half := g.try(4096)
 		first, second, third := waiter(), waiter(), waiter()

@@ -11,6 +11,7 @@ import (
 	"github.com/iser-target/iser-target/lun"
 	"github.com/iser-target/iser-target/lun/state"
 	"github.com/iser-target/iser-target/security/limits"
+	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
@@ -211,7 +212,7 @@ func TestTaskWaitNamesTheChain(t *testing.T) {
 
 // A command that waits for its initiator alone, or for its store, is not reported: other limits are for that.
 func TestTaskWaitIsAboutTasks(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n, l, neighbour := newWaitNode(t)
 		a := n.connect().login()
 		a.hold()

@@ -13,11 +13,11 @@ import (
 	"strconv"
 	"strings"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/security"
+	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
@@ -203,7 +203,7 @@ func TestCHAP(t *testing.T) {
 
 // ISCSI-12.1.3-4, SEC-3723.2.1-1: the target proves who it is.
 func TestMutualCHAP(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		for algorithm := range hashes {
 			for _, theirs := range []string{"0x000102030405060708090a0b0c0d0e0f", "0bAAECAwQFBgcICQoLDA0ODw==", "0x" +
 				strings.Repeat("ab", 1024)} {
@@ -314,7 +314,7 @@ func TestCHAPRefusals(t *testing.T) {
 
 // ISCSI-6.3.2-1: the answer to methods that the target does not accept is Reject.
 func TestCHAPAnswersRejectToOtherMethods(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		p := newCHAPNode(t, chap(t, "store")).connect().chapPeer()
 		p.say("T AuthMethod=SRP,None")
 		if _, answers := p.wantLogin(pdu.LoginAuthentication); !slices.Equal(answers, []string{"AuthMethod=Reject"}) {
@@ -325,7 +325,7 @@ func TestCHAPAnswersRejectToOtherMethods(t *testing.T) {
 
 // ISCSI-6.3.2-2, V-ISCSI-7: the refusal as it is on the wire.
 func TestCHAPRefusalInBytes(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		p := newCHAPNode(t, chap(t, "store")).connect(func(tc *testConn) { tc.isid = [6]byte{0, 2, 0x3d} }).chapPeer()
 		p.authenticateUntilResponse()
 		p.say("T CHAP_N=alice CHAP_R=%nobody")
@@ -340,7 +340,7 @@ func TestCHAPRefusalInBytes(t *testing.T) {
 
 // ISCSI-6.3.1-2: a login without a security stage is refused.
 func TestLoginThatSkipsCHAPIsRefused(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		tc := newCHAPNode(t, chap(t, "")).connect()
 		tc.writeLogin(tc.loginRequest(true, 1, 3), append(slices.Clone(names), linuxKeys...)...)
 		tc.wantRefused(pdu.LoginAuthentication)
@@ -349,7 +349,7 @@ func TestLoginThatSkipsCHAPIsRefused(t *testing.T) {
 
 // ISCSI-12.1.3-4: a target without a secret cannot prove who it is.
 func TestMutualCHAPWithoutATargetSecretIsRefused(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		p := newCHAPNode(t, chap(t, "")).connect().chapPeer()
 		p.authenticateUntilResponse()
 		p.say("T CHAP_N=alice CHAP_R=%alice CHAP_I=1 CHAP_C=0x01")
@@ -359,7 +359,7 @@ func TestMutualCHAPWithoutATargetSecretIsRefused(t *testing.T) {
 
 // ISCSI-9.2-4: a user that belongs to one initiator is no user of another.
 func TestCHAPUserOfAnotherInitiatorIsRefused(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newCHAPNode(t, chap(t, ""))
 		for user, status := range map[string]pdu.LoginStatus{"alice": pdu.LoginAuthentication,
 			"bob": pdu.LoginSuccess} {
@@ -384,7 +384,7 @@ func (p *chapPeer) authenticateUntilResponse() {
 // SEC-7143.9.2.1-10: the challenge of another connection is refused as long as
 // that connection may still answer it.
 func TestReflectionAcrossConnections(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newCHAPNode(t, chap(t, "store"))
 		first := n.connect().chapPeer()
 		first.authenticateUntilResponse()
@@ -410,7 +410,7 @@ func TestReflectionAcrossConnections(t *testing.T) {
 
 // ISCSI-9.2-5: a session is replaced and joined by its own CHAP user only.
 func TestSessionOfAnotherUser(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newCHAPNode(t, chap(t, ""))
 		enter := func(user string, tsih uint16) *chapPeer {
 			p := n.connect(func(tc *testConn) { tc.tsih = tsih }).chapPeer()
@@ -445,7 +445,7 @@ func TestSessionOfAnotherUser(t *testing.T) {
 
 // A target that asks nobody who it is does as before, whatever is offered.
 func TestCHAPWithoutAuth(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		for request, status := range map[string]pdu.LoginStatus{
 			"T AuthMethod=CHAP,None": pdu.LoginSuccess, "T": pdu.LoginSuccess,
 			"T AuthMethod=CHAP": pdu.LoginAuthentication, "T CHAP_A=5": pdu.LoginInitiatorError,
@@ -463,7 +463,7 @@ func TestCHAPWithoutAuth(t *testing.T) {
 // ISCSI-12.1-1: discovery has users of its own; those of the target do not
 // count, and the other way round.
 func TestDiscoveryCHAP(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, func(o *Options) { o.DiscoveryAuth = chap(t, "store") })
 		for _, named := range []bool{false, true} {
 			first := []string{"InitiatorName=" + initiatorName, "SessionType=Discovery"}
@@ -499,7 +499,7 @@ func TestDiscoveryCHAP(t *testing.T) {
 // ISCSI-11.13-3, ISCSI-13.8-1: a target that has moved says where to, without a
 // portal group tag, before it authenticates anybody.
 func TestRedirect(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		for _, c := range []struct {
 			to     Redirect
 			status pdu.LoginStatus
@@ -586,7 +586,7 @@ func FuzzCHAP(f *testing.F) {
 // Names may be as long as open-iscsi has them, secrets may be any bytes:
 // SEC-7143.9.2.1-2.
 func TestCHAPExtremes(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		name, secret := strings.Repeat("n", security.MaxCHAPName), strings.Repeat("\x00", security.MaxSecret)
 		secrets["zeros"] = secret
 		defer delete(secrets, "zeros")

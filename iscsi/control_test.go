@@ -18,7 +18,7 @@ import (
 // ISCSI-4.2.2.1-1, ISCSI-4.2.2.1-2, ISCSI-4.2.2.1-7: serial numbers wrap, and
 // immediate requests do not count.
 func TestCmdSNWraps(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect(func(tc *testConn) { tc.CmdSN = 0xfffffffe }).login()
 		for range 8 {
@@ -37,7 +37,7 @@ func TestCmdSNWraps(t *testing.T) {
 // Commands are executed in the order of CmdSN. Retries, duplicates and commands outside the
 // window are ignored (ISER-10.2.1-1 makes them rare, and RFC 7143 allows them).
 func TestCmdSNOrder(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		gap := tc.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
@@ -73,7 +73,7 @@ func TestCmdSNOrder(t *testing.T) {
 
 // ISCSI-11.2-3: a tag in use is refused.
 func TestTagInUse(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		tc.m.holdGets = true
@@ -102,7 +102,7 @@ func TestTagInUse(t *testing.T) {
 
 // While the whole window is in use, each of a flood of immediate requests is answered.
 func TestFullWindow(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		tc.m.holdGets = true
@@ -156,7 +156,7 @@ func TestFullWindow(t *testing.T) {
 // A peer that takes no answers stops being read, and costs no more than its
 // slots.
 func TestBackPressure(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		tc.m.mu.Lock()
@@ -194,7 +194,7 @@ func TestBackPressure(t *testing.T) {
 
 // The target answers pings.
 func TestNOPOut(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		for _, size := range []int{0, 1, 100, 128, 8192} {
@@ -227,7 +227,7 @@ func TestNOPOut(t *testing.T) {
 
 // The target pings an initiator that says nothing, and gives up one that does not answer.
 func TestKeepalive(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, func(o *Options) { o.NopInterval = 0 }) // default
 		tc := n.connect()
 		tc.writeLogin(tc.loginRequest(true, 1, 3), append(slices.Clone(names), linuxKeys...)...)
@@ -341,7 +341,7 @@ func TestKeepaliveOfABusyInitiator(t *testing.T) {
 // ISCSI-7.4-4, ISER-8.1.2-5: nothing but answers in a discovery session, which
 // ends when it is idle.
 func TestDiscoveryIsQuiet(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, func(o *Options) { o.NopInterval = 0 })
 		tc := n.connect().discover()
 		start := time.Now()
@@ -369,7 +369,7 @@ func TestDiscoveryPause(t *testing.T) {
 		{"normal session over iSER", true, false, 0},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) {
+			testkit.Bubble(t, func(t *testing.T) {
 				n := newTestNode(t)
 				tc := n.connect(func(tc *testConn) { tc.m.rdma = c.rdma })
 				start := time.Now()
@@ -399,7 +399,7 @@ func TestDiscoveryPause(t *testing.T) {
 
 // A refused discovery waits, too: iscsiadm has to learn why.
 func TestDiscoveryPauseOfARefusal(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, func(o *Options) { o.DiscoveryAuth = chap(t, "store") })
 		tc := n.connect()
 		start := time.Now()
@@ -414,7 +414,7 @@ func TestDiscoveryPauseOfARefusal(t *testing.T) {
 
 // A discovery session ends, too, when its initiator asks and takes no answers.
 func TestDiscoveryThatDoesNotRead(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().discover()
 		tc.m.mu.Lock()
@@ -437,7 +437,7 @@ func TestDiscoveryThatDoesNotRead(t *testing.T) {
 
 // A normal session rejects what it does not support.
 func TestRejectsOfANormalSession(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		for _, c := range []struct {
@@ -466,7 +466,7 @@ func TestRejectsOfANormalSession(t *testing.T) {
 
 // ISCSI-4.3-1: a discovery session takes only SendTargets and the Logout of the session.
 func TestRejectsOfADiscoverySession(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().discover()
 		for _, h := range []pdu.BHS{
@@ -491,7 +491,7 @@ func TestRejectsOfADiscoverySession(t *testing.T) {
 // ISER-8.1.2-1, ISER-8.1.2-2, ISER-8.1.2-7: at most two unexpected PDUs are on their way to the
 // initiator, and the second is a ping, whose answer acknowledges both.
 func TestTwoUnexpectedPDUsAtMost(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		snacks := func(n int) (h pdu.BHS) {
@@ -533,7 +533,7 @@ func TestTwoUnexpectedPDUsAtMost(t *testing.T) {
 
 // Logout stops all tasks, and then the target closes the connection if the initiator does not.
 func TestLogout(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		tc.m.holdGets = true
@@ -577,7 +577,7 @@ func TestLogout(t *testing.T) {
 // ISCSI-11.9-1, ISCSI-4.2.6-1: initiators are asked to log out before the shutdown, which does
 // not wait forever for those that do not.
 func TestShutdown(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		polite := n.connect().login()
 		stubborn := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()

@@ -268,7 +268,7 @@ func TestSessionOfAHungStoreEnds(t *testing.T) {
 
 // A shutdown does not wait for a store that hangs.
 func TestShutdownWithAHungStore(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		r := newHungRig(t)
 		begin := time.Now()
 		if err := r.Shutdown(context.Background()); err != nil {
@@ -291,7 +291,7 @@ func TestShutdownWithAHungStore(t *testing.T) {
 // A connection that is lost at ErrorRecoveryLevel 2 is free for its reinstatement in bounded time
 // although a command of it hangs.
 func TestReinstatedConnectionOfAHungStore(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, recovering)
 		a := n.leadRecovering()
 		gate := n.store.Shut(backendtest.ReadAt)
@@ -312,7 +312,7 @@ func TestReinstatedConnectionOfAHungStore(t *testing.T) {
 // The memory of a detached command does not count for its connection, which continues with all of
 // its memory.
 func TestMemoryOfDetachedTasks(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		r := newHungRig(t, func(o *Options) { o.ConnectionMemory, o.MaxTransferPiece = 1<<20, 1<<20 })
 		gate := r.store.Shut(backendtest.ReadAt)
 		t.Cleanup(gate.Open)

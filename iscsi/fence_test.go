@@ -126,7 +126,7 @@ func held(n *testNode) (responses int) {
 // A connection that ends has acknowledged all that it ever will, and a session with
 // one connection needs no fences (section 4.2.2.3.3, a).
 func TestFenceWithoutConnections(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, several(4))
 		a := n.leadReporting(responseFence)
 		f := a.tmf(pdu.AbortTaskSet, [8]byte{}, pdu.ReservedTag, 0)
@@ -169,7 +169,7 @@ func (tc *testConn) wantTMFUnacknowledged(h pdu.BHS) {
 // ISCSI-4.2.2.3-2: a fence awaits what was sent before it. Pings that come meanwhile, and the Reject
 // of one of them, do not hold it up, however many there are.
 func TestFenceAndPings(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, several(4))
 		a := n.leadReporting(responseFence)
 		b := a.join(1)
@@ -199,7 +199,7 @@ func TestFenceAndPings(t *testing.T) {
 // ISCSI-4.2.2.3-2: an initiator whose answer to the ping acknowledges a part is asked again, and one whose answer acknowledges
 // nothing new is not.
 func TestFenceAsksAgain(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, several(4))
 		a := n.leadReporting(responseFence)
 		b := a.join(1)
@@ -312,7 +312,7 @@ func TestFenceCases(t *testing.T) {
 
 // An ABORT TASK takes a response that is held, and the queue continues.
 func TestAbortOfHeldResponse(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, several(4))
 		a := n.leadReporting(responseFence)
 		b := a.join(1)
@@ -451,7 +451,7 @@ func TestTerminations(t *testing.T) {
 // An initiator over RDMA has a buffer for one message in addition to that for a ping: the
 // others come when it has acknowledged that.
 func TestTerminationsWaitForBuffers(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, several(4))
 		for id := range uint16(4) {
 			u, err := lun.New(newStore(t), lun.Options{Identity: state.Identity{NAA: [8]byte{0x30, 7: byte(id) + 9},
@@ -506,7 +506,7 @@ func TestTerminationsWaitForBuffers(t *testing.T) {
 // Many commands, functions that abort them, and an initiator that acknowledges when it
 // likes: nothing is lost, and no response overtakes a fenced one, on three connections.
 func TestFencesUnderLoad(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, several(4))
 		a := n.leadReporting(fastAbort)
 		b := a.join(1)

@@ -8,6 +8,7 @@ import (
 
 	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // A step of FuzzSession is 16 bytes:
@@ -67,7 +68,7 @@ func FuzzSession(f *testing.F) {
 	store := newStore(f)
 	f.Fuzz(func(t *testing.T, in []byte) {
 		if len(in) > 0 && len(in) <= 1+64*stepLen {
-			synctest.Test(t, func(t *testing.T) { fuzzSession(t, store, in) })
+			testkit.Bubble(t, func(t *testing.T) { fuzzSession(t, store, in) })
 		}
 	})
 }

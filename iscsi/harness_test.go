@@ -86,7 +86,7 @@ func newStoreNode(tb testing.TB, store *backendtest.Faulty, change ...func(*Opti
 // all of its goroutines wait, so a test that expects nothing to happen need not wait for it.
 func bubble(t *testing.T, name string, f func(t *testing.T)) {
 	t.Helper()
-	t.Run(name, func(t *testing.T) { synctest.Test(t, f) })
+	t.Run(name, func(t *testing.T) { testkit.Bubble(t, f) })
 }
 
 // newInventory makes LUN 0 of each store, LUN 1 of the second and so on.

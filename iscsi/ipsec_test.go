@@ -11,12 +11,13 @@ import (
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/lun"
 	"github.com/iser-target/iser-target/security"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // A login that ServeOptions.Authorize refuses ends with status 0202, in normal and discovery sessions. The hook gets the names after the
 // initiator has proved its own, and not if it fails to.
 func TestAuthorizeRefusesALogin(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newCHAPNode(t, chap(t, ""))
 		var claims []Claim
 		refuse := true
@@ -129,7 +130,7 @@ func TestShortSecretsRequireEncryption(t *testing.T) {
 
 // SEC-7143.9.3-4: over a protected portal discovery names only what is protected. Over others it names all.
 func TestSendTargetsOverAProtectedPortal(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		all, err := security.Compile([]string{"*"})
 		if err != nil {
@@ -167,7 +168,7 @@ func TestSendTargetsOverAProtectedPortal(t *testing.T) {
 
 // EndConnection ends one connection, in the login or after it, and no other.
 func TestEndConnection(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		local := netip.MustParseAddrPort("192.0.2.1:3260")
 		from := func(host byte) (*testConn, netip.AddrPort) {

@@ -4,7 +4,6 @@ import (
 	"io"
 	"sync/atomic"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
@@ -273,7 +272,7 @@ func (tc *testConn) takes() {
 // A command that continues on another connection counts once. The time between is part
 // of what it waited for.
 func TestPhasesOfReassignedCommands(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		now := stopClock(t)
 		n := newTestNode(t, recovering)
 		a := n.leadRecovering()

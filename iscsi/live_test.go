@@ -17,7 +17,7 @@ import (
 // ISCSI-11.9-1, ISCSI-11.9-3: the initiator of a session that is to end is asked to log
 // out, and if it does not, told that the session is dropped. Other sessions continue.
 func TestEndSession(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		reason := errors.New("not wanted any more")
 		n := newTestNode(t)
 		stays := n.connect(func(tc *testConn) { tc.isid[5] = 9 }).login()
@@ -85,7 +85,7 @@ func TestEndSession(t *testing.T) {
 // A target that changes while a login to it is under way refuses that login: what has
 // admitted it holds no more. Sessions stay, and logins from then on meet the new rules.
 func TestUpdateTarget(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		compile := func(pattern string) security.Patterns {
 			p, err := security.Compile([]string{pattern})
 			if err != nil {
@@ -159,7 +159,7 @@ func (tc *testConn) session(t *testing.T) *session {
 
 // Drain waits for the commands that have come, not for those that come.
 func TestDrain(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		gate := n.store.Shut()
@@ -195,7 +195,7 @@ func TestDrain(t *testing.T) {
 
 // SetOptions is for connections from then on.
 func TestSetOptions(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, func(o *Options) { o.QueueDepth = 8 })
 		before := n.connect().login()
 		o := *n.opt.Load()
@@ -214,7 +214,7 @@ func TestSetOptions(t *testing.T) {
 // Joined hears of each connection of a session before its initiator knows that it is one,
 // and SessionEnd of the last one.
 func TestJoined(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, several(4))
 		of := func(tc *testConn) uint16 { return uint16(tc.joined.Load()) }
 		tc := n.lead()

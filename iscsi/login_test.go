@@ -42,7 +42,7 @@ var without = vectors.Without
 // The target answers the offers of Linux, in its first and only request, with the final
 // response.
 func TestLoginOfLinux(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect()
 		tc.CmdSN = 0x1234
@@ -105,7 +105,7 @@ func TestLoginRefusals(t *testing.T) {
 
 // ISCSI-6.3-2: the data segment of a Login Request has 8192 bytes at most.
 func TestLoginRequestOfTooManyBytesIsRefused(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		tc := newTestNode(t).connect()
 		tc.write(tc.loginRequest(false, 1, 0).Append(nil), text(names...))
 		tc.wantLogin(pdu.LoginSuccess)
@@ -116,7 +116,7 @@ func TestLoginRequestOfTooManyBytesIsRefused(t *testing.T) {
 
 // ISER-10.1.3.1-3: a target that cannot allocate resources says so.
 func TestLoginWithoutResourcesIsRefused(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect(func(tc *testConn) { tc.m.enterErr = errors.New("no memory") })
 		tc.writeLogin(tc.loginRequest(true, 1, 3), append(slices.Clone(names), linuxKeys...)...)
@@ -126,7 +126,7 @@ func TestLoginWithoutResourcesIsRefused(t *testing.T) {
 
 // ISCSI-11.12-2: the CID stays the same during login.
 func TestLoginThatChangesItsCIDIsRefused(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		tc := newTestNode(t).connect()
 		tc.writeLogin(tc.loginRequest(false, 1, 0), names...)
 		tc.wantLogin(pdu.LoginSuccess)
@@ -138,7 +138,7 @@ func TestLoginThatChangesItsCIDIsRefused(t *testing.T) {
 
 // ISCSI-6.3-3: the stages of login go one way.
 func TestLoginBackToTheSecurityStageIsRefused(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		tc := newTestNode(t).connect()
 		tc.writeLogin(tc.loginRequest(false, 1, 0), names...)
 		tc.wantLogin(pdu.LoginSuccess)
@@ -149,7 +149,7 @@ func TestLoginBackToTheSecurityStageIsRefused(t *testing.T) {
 
 // ISCSI-4.2.4-2: login takes Login Requests only.
 func TestNOPOutDuringLoginIsRefused(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		tc := newTestNode(t).connect()
 		tc.writeLogin(tc.loginRequest(false, 1, 0), names...)
 		tc.wantLogin(pdu.LoginSuccess)
@@ -160,7 +160,7 @@ func TestNOPOutDuringLoginIsRefused(t *testing.T) {
 
 // ISCSI-4.2.4-1: a connection that does not begin with login ends without an answer.
 func TestCommandBeforeLoginEndsTheConnection(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		tc := newTestNode(t).connect()
 		tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
 		if err := tc.wait(); err == nil || tc.next(0) != nil {
@@ -171,7 +171,7 @@ func TestCommandBeforeLoginEndsTheConnection(t *testing.T) {
 
 // A login has a bounded number of requests.
 func TestLoginOfTooManyRequestsIsRefused(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		tc := newTestNode(t).connect()
 		tc.writeLogin(tc.loginRequest(false, 1, 0), names...)
 		tc.wantLogin(pdu.LoginSuccess)
@@ -187,7 +187,7 @@ func TestLoginOfTooManyRequestsIsRefused(t *testing.T) {
 // ISCSI-6.1-5: the text of a login is bounded. Requests with C are answered without data
 // (ISCSI-6.2-2).
 func TestLoginOfTooMuchTextIsRefused(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		tc := newTestNode(t).connect()
 		r := tc.loginRequest(false, 1, 0)
 		r.Continue = true
@@ -280,7 +280,7 @@ func TestLoginStages(t *testing.T) {
 // ISCSI-6.3.5-1, ISCSI-4.4.3-1: a login with the key of a session and TSIH 0
 // ends the old one before the final response, with its tasks.
 func TestSessionReinstatement(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		old := n.connect().login()
 		old.m.holdGets = true
@@ -313,7 +313,7 @@ func TestSessionReinstatement(t *testing.T) {
 
 // A backend that does not return holds up a reinstatement for a bounded time.
 func TestReinstatementIsBounded(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, func(o *Options) { o.ReinstatementWait = 50 * time.Millisecond })
 		old := n.connect().login()
 		gate := n.store.Shut()
@@ -385,7 +385,7 @@ func TestLoginToExistingSession(t *testing.T) {
 // ISCSI-8.1.4-2: silence before and during login ends with the login timeout.
 func TestLoginTimeout(t *testing.T) {
 	for _, requests := range []int{0, 1} {
-		synctest.Test(t, func(t *testing.T) {
+		testkit.Bubble(t, func(t *testing.T) {
 			n := newTestNode(t)
 			start := time.Now()
 			tc := n.connect()
@@ -404,7 +404,7 @@ func TestLoginTimeout(t *testing.T) {
 			}
 		})
 	}
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		start := time.Now()
 		if err := n.portal.Serve(newFakeMover(), ServeOptions{Accepted: start.Add(-10 * time.Second)}); err == nil {
@@ -417,7 +417,7 @@ func TestLoginTimeout(t *testing.T) {
 	// An initiator that takes no answer has no more time.
 	for _, pairs := range [][]string{names, {"InitiatorName=" + initiatorName,
 		"TargetName=iqn.2026-11.io.example:none"}} {
-		synctest.Test(t, func(t *testing.T) {
+		testkit.Bubble(t, func(t *testing.T) {
 			n := newTestNode(t)
 			start := time.Now()
 			tc := n.connect(func(tc *testConn) { tc.m.holdFlush = true })
@@ -440,7 +440,7 @@ func TestLoginTimeout(t *testing.T) {
 
 // A connection that is closed before a PDU comes leaves a line, too.
 func TestNoLogin(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect()
 		tc.close()
@@ -456,7 +456,7 @@ func TestNoLogin(t *testing.T) {
 // ISCSI-7.4-2, ISCSI-7.4-3: unnamed discovery sessions replace each other on
 // one portal; a named one obeys the rule for normal sessions.
 func TestDiscoveryReinstatement(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		first := n.connect().discover()
 		normal := n.connect().login() // same ISID, but no discovery
@@ -480,7 +480,7 @@ func TestDiscoveryReinstatement(t *testing.T) {
 
 // Names are compared after preparation: ISCSI-4.2.7-3.
 func TestNamesArePrepared(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect()
 		tc.writeLogin(tc.loginRequest(true, 1, 3),
@@ -501,7 +501,7 @@ func TestNamesArePrepared(t *testing.T) {
 
 // TSIHs wrap around zero and skip what is in use: ISCSI-11.13-1.
 func TestTSIH(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := NewNode(Options{})
 		n.mu.Lock() // which newTSIH needs
 		defer n.mu.Unlock()

@@ -8,7 +8,6 @@ import (
 	"slices"
 	"strings"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
@@ -189,7 +188,7 @@ func TestConnectionsOfASession(t *testing.T) {
 // Commands in flight are never more than the queue depth, however many
 // connections there are; ORDERED holds across them.
 func TestConnectionsShareTheWindow(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, several(4), func(o *Options) { o.QueueDepth = 3 })
 		a := n.lead()
 		b := a.join(1)
@@ -223,7 +222,7 @@ func TestConnectionsShareTheWindow(t *testing.T) {
 // when the options say less has the slots for it: with fewer, commands that wait for data
 // would keep that from being received.
 func TestQueueDepthOfASession(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, several(2))
 		a := n.lead()
 		o := *n.opt.Load()
@@ -321,7 +320,7 @@ func TestTMFAcrossConnections(t *testing.T) {
 
 // Unsolicited data comes where its command came.
 func TestDataOutOnAnotherConnection(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := unsolicitedNode(t, func(o *Options) { o.Limits.MaxConnections = 4 })
 		a := n.lead()
 		b := a.join(1)
@@ -402,7 +401,7 @@ func TestLogoutOfOneConnection(t *testing.T) {
 // ISCSI-7.1.4-1, ISCSI-7.14-1, ISCSI-6.3.5-2: at ErrorRecoveryLevel 0 a connection
 // that fails takes its session along; the others are told.
 func TestDeathOfOneConnection(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, several(4), func(o *Options) { o.LogoutWait = 200 * time.Millisecond })
 		a := n.lead()
 		b := a.join(1)
@@ -434,7 +433,7 @@ func TestDeathOfOneConnection(t *testing.T) {
 
 // ISCSI-6.3.1-1: logins that do not get into a session.
 func TestJoinRefused(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, several(2))
 		a := n.lead()
 		b := a.join(1)
@@ -466,7 +465,7 @@ func TestJoinRefused(t *testing.T) {
 // The final Login Response to a joining connection carries the session's window. Those before it carry numbers
 // that change nothing in the session of the initiator, whatever CmdSN comes.
 func TestJoiningLoginTellsWindow(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, several(2))
 		a := n.lead()
 		for range 5 {
@@ -572,7 +571,7 @@ func TestConnectionReinstatement(t *testing.T) {
 // ISCSI-6.3.5-1, ISCSI-E-2: a session reinstatement ends all connections of the
 // old session, and nothing of it is left.
 func TestReinstatementOfSeveralConnections(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, several(4))
 		a := n.lead()
 		b := a.join(1)
@@ -595,7 +594,7 @@ func TestReinstatementOfSeveralConnections(t *testing.T) {
 
 // All connections of a session are asked to log out when the node is emptied, and are told when they are dropped.
 func TestShutdownOfSeveralConnections(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, several(4))
 		a := n.lead()
 		b := a.join(1)
@@ -630,7 +629,7 @@ func TestShutdownOfSeveralConnections(t *testing.T) {
 // PREEMPT AND ABORT, seen from the session that it hits, and resets of other
 // sessions reach all connections.
 func TestAbortOfSeveralConnections(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, several(4))
 		a := n.lead()
 		b := a.join(1)

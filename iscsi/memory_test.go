@@ -6,6 +6,7 @@ import (
 	"testing/synctest"
 
 	"github.com/iser-target/iser-target/security/limits"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 const piece = 64 << 10 // of the accounts of a bank
@@ -109,7 +110,7 @@ func TestOneConnectionBorrowsAPart(t *testing.T) {
 // Memory that comes back goes to the connections that wait, one task of each in turn. It
 // does not matter which came first.
 func TestWaitingConnectionsTakeTurns(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		b := newBank(t, 16<<20, 2)
 		full := b.exhaust(0)
 		type got struct {
@@ -168,7 +169,7 @@ func TestIdleConnectionGivesBack(t *testing.T) {
 
 // While memory is short, a task that asks for a long piece continues with its connection's share.
 func TestShortMemoryMakesShortPieces(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		b := newBank(t, 64<<20, 1)
 		b.limit.SetMax(b.reserved)
 		g := b.accounts[0]
@@ -189,7 +190,7 @@ func TestShortMemoryMakesShortPieces(t *testing.T) {
 
 // The end of a wait, of a connection that waits, and of one that has all.
 func TestEndsWhileMemoryIsShort(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		b := newBank(t, 16<<20, 3)
 		hog := b.fill(b.accounts[0], piece)
 		a, c := b.accounts[1], b.accounts[2]
@@ -227,7 +228,7 @@ func TestEndsWhileMemoryIsShort(t *testing.T) {
 
 // A new bound holds at once: tasks continue, or find less.
 func TestMemoryChangesLive(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		b := newBank(t, 16<<20, 2)
 		g := b.accounts[1]
 		mine := b.exhaust(0)

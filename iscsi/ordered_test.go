@@ -52,7 +52,7 @@ func (tc *testConn) releaseGet() {
 // The task set is that of all initiators (TST 000b): ORDERED commands of one session wait for the
 // older ones of the others that can run, which wait for them in turn.
 func TestOrderedAmongSessions(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		a, b := n.connect().login(), n.enter()
 		gate := n.store.Shut()
@@ -142,7 +142,7 @@ func TestOrderedWithoutDataStopsNobody(t *testing.T) {
 // A command that stops in the middle of its data loses its place after limits.order_timeout, and
 // fails. Afterwards its initiator stops nobody for a while.
 func TestOrderTimeout(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		a, b := n.connect().login(), n.enter()
 		attack := func() pdu.BHS {
@@ -182,7 +182,7 @@ func TestOrderTimeout(t *testing.T) {
 
 // An initiator that may only read stops nobody with ORDERED commands.
 func TestOrderedOfAReaderStopsNobody(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		u, err := lun.New(newStore(t), lun.Options{Identity: state.Identity{NAA: [8]byte{0x3f}, Serial: "3f00000000000000"}})
 		if err != nil {
@@ -224,7 +224,7 @@ func TestOrderedOfAReaderStopsNobody(t *testing.T) {
 
 // An ORDERED READ whose initiator takes nothing stops no other one once all of it is read.
 func TestOrderedReadThatIsNotTakenStopsNobody(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		a, b := n.connect().login(), n.enter()
 		a.block(true)
@@ -250,7 +250,7 @@ func TestOrderedReadThatIsNotTakenStopsNobody(t *testing.T) {
 
 // Tasks of a lost connection stop no other initiator, as long as they wait for reassignment.
 func TestParkedOrderedTasksStopNobody(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, recovering)
 		a, b := n.leadRecovering(), n.enter()
 		a.block(true)
@@ -286,7 +286,7 @@ func (tc *testConn) selectModes(list []byte) pdu.BHS {
 // With TST 001b, each session has a task set of its own: an ORDERED command of one neither waits for commands of
 // others, nor holds them up, and keeps its order in its session. The old order is back with TST 000b.
 func TestOrderedInOwnTaskSets(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		a, b := n.connect().login(), n.enter()
 		gate := n.store.Shut()
@@ -328,7 +328,7 @@ func TestOrderedInOwnTaskSets(t *testing.T) {
 // With TST 001b, CLEAR TASK SET ends the commands of its own session, and none of others. LOGICAL UNIT RESET ends
 // those of all.
 func TestClearOwnTaskSet(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		a, b := n.connect().login(), n.enter()
 		a.wantStatus(a.selectModes(modeTaskSets), 0)

@@ -6,12 +6,12 @@ import (
 	"fmt"
 	"slices"
 	"testing"
-	"testing/synctest"
 
 	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/lun"
 	"github.com/iser-target/iser-target/lun/state"
 	"github.com/iser-target/iser-target/security"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 const otherName = "iqn.2026-11.io.example:other"
@@ -69,7 +69,7 @@ func (tc *testConn) copyToOther(status byte) *sentPDU {
 
 // EXTENDED COPY reaches a LUN of another target exactly if the initiator could log in there as it has logged in here.
 func TestExtendedCopyBetweenTargets(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		n.fill()
 		store, update := n.addOther(func(*TargetConfig) {})

@@ -11,6 +11,7 @@ import (
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/lun"
 	"github.com/iser-target/iser-target/security/limits"
+	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
@@ -163,7 +164,7 @@ func (p *stalledPair) wantTold(ends string, missing int, hs ...pdu.BHS) {
 // Commands whose data does not come end together when the limit is over, and their Buffers are free.
 // The session works on: pings, a further WRITE, and a neighbour never notice.
 func TestDataThatDoesNotCome(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		p := newStalledPair(t, canceling)
 		a := p.writes(8192)
 		b := p.writes(8192)
@@ -272,7 +273,7 @@ func TestDataInOrder(t *testing.T) {
 
 // Each connection of a session has its own time: the timer of one does not touch the commands of another.
 func TestDataOfSeveralConnections(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		l := limits.New()
 		n := newTestNode(t, func(o *Options) { o.Shared, o.Limits.MaxConnections = l, 4 })
 		a := n.connect(canceling)
@@ -309,7 +310,7 @@ func TestDataOfSeveralConnections(t *testing.T) {
 
 // The limit changes while commands wait.
 func TestDataTimeoutChangesLive(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		p := newStalledPair(t, canceling)
 		p.limits.DataTimeout.SetMax(int64(time.Hour))
 		h := p.writes(8192)
@@ -363,7 +364,7 @@ func TestDataOutThatDoesNotEnd(t *testing.T) {
 // Over RDMA the responses to Reads come in order. When one is overdue, so is all that follows, and the
 // connection ends.
 func TestReadResponseThatDoesNotCome(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		p := newStalledPair(t)
 		h := p.writes(8192)
 		p.passes(30 * time.Second)
@@ -527,7 +528,7 @@ func TestAnswersThatAreNotTaken(t *testing.T) {
 
 // The limit changes while answers wait.
 func TestSendTimeoutChangesLive(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		p := newStalledPair(t, canceling)
 		p.limits.SendTimeout.SetMax(int64(time.Hour))
 		p.drains(0, 1)

@@ -10,6 +10,7 @@ import (
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/security/limits"
+	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
@@ -56,7 +57,7 @@ func (tc *testConn) works() {
 // One initiator name asks for 1,024 sessions. It gets 16. Other initiators log in, sessions work, and
 // a login that replaces a session is not refused.
 func TestSessionsOfOneNameAreBounded(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		before := n.connect().as("neighbour").loggedIn()
 		greedy := n.sessionsOf(16)
@@ -91,7 +92,7 @@ func TestSessionsOfOneNameAreBounded(t *testing.T) {
 // An initiator that crashed comes back with new ISIDs. At its limit the session that does not answer
 // yields, and those that answer stay.
 func TestSessionThatDoesNotAnswerGivesWay(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, within(func(s *limits.Set) { s.Sessions.SetMax(3) }))
 		list := n.sessionsOf(3)
 		refused := func() {
@@ -131,7 +132,7 @@ func TestSessionThatDoesNotAnswerGivesWay(t *testing.T) {
 // A CHAP user that is bound to no name has a bound of its own. Another user's name has its places
 // whatever sessions the first one opens under that name.
 func TestSessionsOfAUserAreBounded(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newCHAPNode(t, chap(t, ""), within(func(s *limits.Set) { s.PerUser.SetMax(4); s.Sessions.SetMax(3) }))
 		begin := func(user, host string, i int) *testConn {
 			p := n.connect(port(i)).chapPeer()
@@ -157,7 +158,7 @@ func TestSessionsOfAUserAreBounded(t *testing.T) {
 // Discovery sessions of one address yield to each other. Those of another address, and sessions,
 // stay.
 func TestDiscoveryIsBoundedByAddress(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, within(func(s *limits.Set) { s.Discoveries.SetMax(3) }))
 		session := n.connect(port(100)).login()
 		other := n.connect(port(101), func(tc *testConn) { tc.m.host = 1 }).discover()
@@ -183,7 +184,7 @@ func TestDiscoveryIsBoundedByAddress(t *testing.T) {
 // One name with sessions at many targets, or with many connections, does not get the places that are
 // kept for others. What it has stays, and can be replaced.
 func TestPlacesAreKeptForNamesWithoutSessions(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, several(4), within(func(s *limits.Set) { s.Connections.SetMax(8); s.Reserved.SetMax(4) }))
 		lead := n.lead(port(9))
 		others := []*testConn{lead.join(1), lead.join(2)}

@@ -136,7 +136,7 @@ func TestPreemptAndAbortOfEachOther(t *testing.T) {
 
 // A PREEMPT AND ABORT through another gateway ends the commands of a session here, and waits for the one in the store.
 func TestPreemptAndAbortFromAnotherGateway(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		home := hometest.NewMemory(1)
 		n := newTestNode(t)
 		gateway := func(name string, tpgt uint16, store backend.Store) *lun.Inventory {

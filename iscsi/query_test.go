@@ -5,7 +5,6 @@ import (
 	"errors"
 	"slices"
 	"testing"
-	"testing/synctest"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/tests/testkit"
@@ -57,7 +56,7 @@ func (tc *testConn) until(h pdu.BHS) *sentPDU {
 // ISCSI-7144.4.1-1: below iSCSIProtocolLevel 2 there are no new functions, and none
 // of them does anything.
 func TestFunctionsOfLevel2(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		for _, level := range []string{"0", "1"} {
 			n := newTestNode(t)
 			tc := n.connect().loginLevel(level)
@@ -71,7 +70,7 @@ func TestFunctionsOfLevel2(t *testing.T) {
 
 // ISCSI-7144.6.3-1: QUERY TASK.
 func TestQueryTask(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().loginLevel("2")
 		tc.wantSense(tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 6, 0x29, 0)
@@ -118,7 +117,7 @@ func TestQueryTask(t *testing.T) {
 
 // ISCSI-7144.6.4-1: QUERY TASK SET and QUERY ASYNCHRONOUS EVENT.
 func TestQueryTaskSet(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().loginLevel("2")
 		other := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).loginLevel("2")
@@ -143,7 +142,7 @@ func TestQueryTaskSet(t *testing.T) {
 }
 
 func TestQueryAsyncEvent(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().loginLevel("2")
 		other := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).loginLevel("2")
@@ -170,7 +169,7 @@ func TestQueryAsyncEvent(t *testing.T) {
 // ISCSI-7144.6.3-2: I_T NEXUS RESET ends the tasks, answers, and drops the
 // connection without any waiting time. A new login is a new nexus.
 func TestITNexusReset(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().loginLevel("2")
 		other := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
@@ -212,7 +211,7 @@ func TestITNexusReset(t *testing.T) {
 // ISCSI-7144.4.2-1, and what REPORT SUPPORTED TASK MANAGEMENT FUNCTIONS says, is
 // as the session has agreed.
 func TestInquiryOfLevel(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		for level, want := range map[string]struct {
 			descriptor byte
@@ -243,7 +242,7 @@ func TestInquiryOfLevel(t *testing.T) {
 // ISCSI-7144.6.3-2, ISCSI-7144.6.4-1: the functions are about the nexus, whichever its
 // connections.
 func TestQueriesOfASession(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, several(4))
 		a := n.connect()
 		a.writeLogin(a.loginRequest(true, 1, 3), slices.Concat(names, leadingKeys, []string{"iSCSIProtocolLevel=2"})...)

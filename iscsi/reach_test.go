@@ -2,10 +2,10 @@ package iscsi
 
 import (
 	"testing"
-	"testing/synctest"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/security"
+	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
@@ -75,7 +75,7 @@ func TestResetWithoutRight(t *testing.T) {
 // TARGET COLD RESET would end all sessions, so it needs the right. A change of the configuration gives
 // it to sessions that exist, and takes it away.
 func TestColdResetNeedsRight(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		neighbour := n.connect(func(tc *testConn) { tc.isid[5] = 9 }).login()
 		n.mayReset(intruder)

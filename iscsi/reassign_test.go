@@ -82,7 +82,7 @@ func lose(t *testing.T) (n *testNode, a, b *testConn) {
 // The new connection gets all data of a READ that was in the backend (ISER-10.2.2-1,
 // ISER-10.2.2-3), after the TMF Response (ISCSI-7.2.2-2). ExpDataSN is 0 (ISER-7.3.3-3).
 func TestReassignedReadSendsItsDataOnTheNewConnection(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n, a, b := lose(t)
 		n.fill()
 		gate := n.store.Shut()
@@ -116,7 +116,7 @@ func TestReassignedReadSendsItsDataOnTheNewConnection(t *testing.T) {
 // The target fetches the data that it has not received (ISER-10.2.2-4), with the mapping of
 // the Referenced Task Tag (ISER-7.3.3-4).
 func TestReassignedWriteFetchesTheRestOfItsData(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n, a, b := lose(t)
 		a.m.holdGets = true
 		h := a.on(b).scsi(writeF, 8192, cdb.Write10(0, 16))
@@ -144,7 +144,7 @@ func TestReassignedWriteFetchesTheRestOfItsData(t *testing.T) {
 
 // A transfer that fails before the connection does is repeated.
 func TestReassignedWriteFetchesDataThatFailed(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		_, a, b := lose(t)
 		a.m.holdGets = true
 		h := a.on(b).command(writeF, 4096, cdb.Write10(0, 8), nil)
@@ -166,7 +166,7 @@ func TestReassignedWriteFetchesDataThatFailed(t *testing.T) {
 
 // Pieces that are on the medium are not fetched again.
 func TestReassignedWriteContinuesWithItsPiece(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, recovering, func(o *Options) { o.MaxTransferPiece = 1 })
 		a := n.leadRecovering()
 		b := a.join(1)
@@ -195,7 +195,7 @@ func TestReassignedWriteContinuesWithItsPiece(t *testing.T) {
 
 // Unsolicited data that has not come is fetched.
 func TestReassignedWriteFetchesUnsolicitedData(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := unsolicitedNode(t, func(o *Options) { o.Limits.MaxConnections, o.Limits.ErrorRecoveryLevel = 4, 2 })
 		a := n.leadRecovering()
 		b := a.join(1)
@@ -220,7 +220,7 @@ func TestReassignedWriteFetchesUnsolicitedData(t *testing.T) {
 
 // An ORDERED task waits for its turn after it was reassigned, too.
 func TestReassignedOrderedTaskWaitsForItsTurn(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		_, a, b := lose(t)
 		b.m.holdGets = true
 		first := b.command(writeF, 4096, cdb.Write10(0, 8), nil)
@@ -247,7 +247,7 @@ func TestReassignedOrderedTaskWaitsForItsTurn(t *testing.T) {
 // A status that was not acknowledged is sent again; the data of a READ is produced again
 // (ISCSI-11.14-2, ISCSI-8.2-1).
 func TestReassignedTaskRepeatsItsStatus(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n, a, b := lose(t)
 		n.fill()
 		a.on(b)
@@ -290,7 +290,7 @@ func TestReassignedTaskRepeatsItsStatus(t *testing.T) {
 
 // A WRITE that was answered is not executed again.
 func TestReassignedWriteIsNotExecutedTwice(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n, a, b := lose(t)
 		w := a.on(b).command(writeF, 4096, cdb.Write10(0, 8), nil)
 		expStatSN := a.ExpStatSN
@@ -312,7 +312,7 @@ func TestReassignedWriteIsNotExecutedTwice(t *testing.T) {
 
 // A task survives the failure of its second connection, too.
 func TestTaskIsReassignedTwice(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n, a, b := lose(t)
 		c := b.join(2)
 		a.m.holdGets, b.m.holdGets = true, true
@@ -345,7 +345,7 @@ func TestTaskIsReassignedTwice(t *testing.T) {
 
 // An advertisement that does not fit is rejected, and the initiator may try again.
 func TestReassignWithAWrongAdvertisementIsRejected(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		_, a, b := lose(t)
 		a.m.holdGets = true
 		h := a.on(b).command(writeF, 4096, cdb.Write10(0, 8), nil)
@@ -372,7 +372,7 @@ func TestReassignWithAWrongAdvertisementIsRejected(t *testing.T) {
 // connection that has been logged out since, but not acknowledged, is sent again before
 // the response to ABORT TASK. Its data is not.
 func TestAbortAnswered(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, recovering)
 		n.fill()
 		a := n.leadRecovering()
@@ -432,7 +432,7 @@ func TestAbortAnswered(t *testing.T) {
 
 // ISCSI-11.5-3 and the rest of the answers to TASK REASSIGN.
 func TestReassignAnswers(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, recovering)
 		a := n.leadRecovering()
 		b := a.join(1)
@@ -461,7 +461,7 @@ func TestReassignAnswers(t *testing.T) {
 
 // ISCSI-11.14-2: a connection is logged out for recovery on itself.
 func TestRecoveryLogoutOfItself(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, recovering, func(o *Options) { o.MaxTransferPiece = 1 }) // 64 KiB
 		a := n.leadRecovering()
 		b := a.join(1)
@@ -633,7 +633,7 @@ func TestConnectionStateTimeout(t *testing.T) {
 // ISCSI-7.14-1, ISCSI-11.14-2: immediate commands, and commands that were not
 // acknowledged, do not survive.
 func TestWhatIsNotRecovered(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, recovering)
 		a := n.leadRecovering()
 		b := a.join(1)
@@ -682,7 +682,7 @@ func loseWrite(t *testing.T, second bool) (n *testNode, a, b *testConn, h pdu.BH
 
 // ABORT TASK ends a task of a connection that was lost and logged out.
 func TestAbortTaskEndsATaskOfALostConnection(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		_, a, b, h := loseWrite(t, true)
 		b.recoverFrom(a, a.ExpStatSN)
 		b.wantTMF(b.tmf(pdu.AbortTask, [8]byte{}, h.ITT(), h.CmdSN()), pdu.FunctionComplete)
@@ -694,7 +694,7 @@ func TestAbortTaskEndsATaskOfALostConnection(t *testing.T) {
 
 // LOGICAL UNIT RESET ends a task of a lost connection.
 func TestResetEndsATaskOfALostConnection(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		_, _, b, h := loseWrite(t, true)
 		b.wantTMF(b.tmf(pdu.LogicalUnitReset, [8]byte{}, pdu.ReservedTag, 0), pdu.FunctionComplete)
 		b.wantTMF(b.reassign(h), pdu.TaskDoesNotExist)
@@ -704,7 +704,7 @@ func TestResetEndsATaskOfALostConnection(t *testing.T) {
 
 // ISCSI-11.14-1: Logout of a lost connection ends its tasks.
 func TestLogoutOfALostConnectionEndsItsTasks(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		_, a, b, _ := loseWrite(t, true)
 		b.wantLogout(b.logoutOf(pdu.LogoutCloseConnection, a.cid), pdu.LogoutSuccess)
 		b.clearedByTransport()
@@ -714,7 +714,7 @@ func TestLogoutOfALostConnectionEndsItsTasks(t *testing.T) {
 
 // ISCSI-11.14-1: so does Logout of the session.
 func TestLogoutOfASessionEndsALostConnection(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		_, _, b, _ := loseWrite(t, true)
 		b.logout()
 	})
@@ -722,7 +722,7 @@ func TestLogoutOfASessionEndsALostConnection(t *testing.T) {
 
 // ISCSI-6.3.5-1, ISCSI-E-2: session reinstatement ends a session without a connection.
 func TestReinstatementEndsALostConnection(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n, a, _, _ := loseWrite(t, false)
 		b := n.leadRecovering()
 		if b.tsih == a.tsih {
@@ -738,7 +738,7 @@ func TestReinstatementEndsALostConnection(t *testing.T) {
 
 // Shutdown ends a session without a connection.
 func TestShutdownEndsALostConnection(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n, _, _, _ := loseWrite(t, false)
 		if err := n.Shutdown(context.Background()); err != nil || n.Stats().Sessions != 0 {
 			t.Errorf("%v, %+v", err, n.Stats())
@@ -761,7 +761,7 @@ func (n *testNode) leadAs(initiator string, port byte) *testConn {
 // An initiator has a few places for sessions that wait for a connection. When all places are taken
 // the one with most makes room, so a neighbour's session stays.
 func TestPlacesOfLostSessions(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, recovering)
 		l := n.shared
 		l.LostSessions.SetMax(3)
@@ -800,7 +800,7 @@ func TestPlacesOfLostSessions(t *testing.T) {
 // A login at ErrorRecoveryLevel 2 with a DefaultTime2Wait beyond the limit is refused: the higher
 // proposal counts, and the target would have to keep what is lost for that long.
 func TestTime2WaitIsBounded(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, recovering)
 		keys := append(without(recoveringKeys, "DefaultTime2Wait"), "DefaultTime2Wait=31")
 		tc := n.connect()
@@ -820,7 +820,7 @@ func TestTime2WaitIsBounded(t *testing.T) {
 // A login that asks to be kept for an hour gets limits.max_time2retain. When that is over, nothing of
 // the session is left, and its neighbour has noticed nothing. The limit changes for the next logins.
 func TestTime2RetainIsBounded(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		l := limits.New()
 		n := newTestNode(t, recovering, func(o *Options) { o.Shared = l })
 		neighbour := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
@@ -877,7 +877,7 @@ func TestTime2RetainIsBounded(t *testing.T) {
 // With a limit below the default, a login at ErrorRecoveryLevel 2 that asks for no Time2Retain is
 // refused: the default would hold.
 func TestTime2RetainHasADefault(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) { // ISCSI-6.2-5
+	testkit.Bubble(t, func(t *testing.T) { // ISCSI-6.2-5
 		l := limits.New()
 		l.MaxTime2Retain.SetMax(int64(19 * time.Second))
 		n := newTestNode(t, recovering, func(o *Options) { o.Shared = l })
@@ -900,7 +900,7 @@ func TestTime2RetainHasADefault(t *testing.T) {
 
 // Logout for recovery reports that cleanup failed while a task of the connection runs on.
 func TestCleanupFailsWhileATaskDoesNotStop(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, recovering, func(o *Options) { o.ReinstatementWait = 20 * time.Millisecond })
 		a := n.leadRecovering()
 		b := a.join(1)
@@ -919,7 +919,7 @@ func TestCleanupFailsWhileATaskDoesNotStop(t *testing.T) {
 
 // Below ErrorRecoveryLevel 2, and with Time2Retain 0, nothing is kept.
 func TestNoRecovery(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, recovering)
 		a := n.connect()
 		a.writeLogin(a.loginRequest(true, 1, 3),

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"slices"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
@@ -17,7 +16,7 @@ import (
 // ISCSI-11.12-4: an ISID is six bytes that are compared, whatever its type
 // field says, the reserved type included.
 func TestISIDTypes(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		var all []*testConn
 		for _, isid := range [][6]byte{
@@ -50,7 +49,7 @@ func TestISIDTypes(t *testing.T) {
 // ISCSI-6.3-1: initiators must not send a Login Request before the last one is
 // answered. Those that do get their answers in order.
 func TestLoginRequestsAhead(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect()
 		for i, keys := range [][]string{names, linuxKeys, nil} {
@@ -71,7 +70,7 @@ func TestLoginRequestsAhead(t *testing.T) {
 // ISCSI-7.4-1: discovery has no error recovery, wherever the session
 // type stands among the keys.
 func TestDiscoveryErrorRecoveryLevel(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, func(o *Options) { o.Limits.ErrorRecoveryLevel = 2 })
 		for _, pairs := range [][]string{
 			{"InitiatorName=" + initiatorName, "SessionType=Discovery", "ErrorRecoveryLevel=2"},
@@ -96,7 +95,7 @@ func TestDiscoveryErrorRecoveryLevel(t *testing.T) {
 // ISCSI-11.4-3: whatever goes wrong with a command, it has been carried out as
 // far as iSCSI is concerned: response 00h, with a status of SCSI.
 func TestResponseCode(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		failing := func(what string, flags byte, edtl uint32, block [16]byte, data []byte, field [8]byte, key, asc,
@@ -125,7 +124,7 @@ func TestResponseCode(t *testing.T) {
 // ISCSI-11.9-2: an initiator that was asked to log out may continue until it does:
 // its commands are served, not rejected.
 func TestCommandsAfterLogoutRequest(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		done := make(chan error, 1)

@@ -5,10 +5,10 @@ import (
 	"errors"
 	"slices"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
@@ -70,7 +70,7 @@ func TestEmpty(t *testing.T) {
 
 // An initiator that does not log out costs its neighbor nothing: that one leaves, and Empty returns in time.
 func TestEmptyWithADeafInitiator(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		deaf := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
 		deaf.m.mu.Lock()

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 	"github.com/iser-target/iser-target/tests/testkit/header"
 )
@@ -131,7 +132,7 @@ func TestStepUp(t *testing.T) {
 // The target allocates resources (ISER-5.1.2-1), sends its last Login Response, and enables the
 // new Datamover (ISER-5.1.2-7, ISER-3.1.6-1).
 func TestStepUpChangesTheDatamoverAfterLogin(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		s := newStepUp(t)
 		<-s.entered
 		want := []string{"allocate", "upgrade after a PDU", "enable with prefix after a PDU"}
@@ -184,7 +185,7 @@ func TestStepUpChangesTheDatamoverAfterLogin(t *testing.T) {
 
 // ISER-6.3-2, ISER-3.3-2: a portal without iSER answers RDMAExtensions=No.
 func TestStepUpIsRefusedAtAPortalWithoutIt(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := &testConn{testNode: n, m: newFakeMover(), isid: [6]byte{1}, Numbers: header.Numbers{CmdSN: 1},
 			result: make(chan error, 1)}
@@ -201,7 +202,7 @@ func TestStepUpIsRefusedAtAPortalWithoutIt(t *testing.T) {
 
 // A login that another one replaces ends with that reason, not with the error of the closed socket.
 func TestStepUpReplacedWhileTheResponseLeaves(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		entered, leave := make(chan struct{}), make(chan struct{})
 		s := newStepUp(t, func(s *stepUp) {
 			s.upgrade = net.ErrClosed // the other login has closed the socket

@@ -47,7 +47,7 @@ func (n *testNode) fill() {
 
 // The data of a READ goes in pieces, in order, and its response follows.
 func TestRead(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		n.fill()
 		tc := n.connect().login()
@@ -86,7 +86,7 @@ func TestRead(t *testing.T) {
 
 // The target fetches what is not there as immediate data, once and in order.
 func TestWrite(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		for _, c := range []struct {
@@ -271,7 +271,7 @@ func TestBadCommands(t *testing.T) {
 // ISCSI-11.2-5, ISER-7.3-1: a CDB of 32 bytes reaches the logical unit (which
 // does not know it), and the AHS area is checked.
 func TestExtendedCDB(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		tc := newTestNode(t).connect().login()
 		long := make([]byte, 32)
 		long[0] = 0x7f
@@ -350,7 +350,7 @@ func unsolicitedNode(t *testing.T, change ...func(*Options)) *testNode {
 
 // The target puts unsolicited Data-Out together, in any cut and of interleaved commands.
 func TestUnsolicitedData(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := unsolicitedNode(t)
 		tc := n.connect().login()
 		type write struct {
@@ -499,7 +499,7 @@ func TestBadUnsolicitedData(t *testing.T) {
 // ISER-9.5.1-3: with its memory used up a connection gets slow, not stuck; the
 // bound holds.
 func TestConnectionMemory(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, func(o *Options) { o.ConnectionMemory, o.MaxTransferPiece = 1, 1 }) // one piece of 64 KiB
 		if o := n.opt.Load(); o.MaxTransferPiece != 65536 || o.ConnectionMemory != 65536 {
 			t.Fatalf("%+v", o)
@@ -543,7 +543,7 @@ func TestConnectionMemory(t *testing.T) {
 
 // A mix of everything at once ends with the right data everywhere.
 func TestManyTasks(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		rnd := rand.New(rand.NewPCG(3, 4))
@@ -590,7 +590,7 @@ func (tc *testConn) wantAllGood(hs []pdu.BHS) {
 // Commands with the ORDERED attribute begin after all older ones have ended and
 // before all younger ones begin (SAM); HEAD OF QUEUE does not wait.
 func TestOrdered(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		tc.m.holdGets = true
@@ -613,7 +613,7 @@ func TestOrdered(t *testing.T) {
 
 // Sessions that use all task attributes do not wait for one another for ever.
 func TestOrderedLoad(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		var wg sync.WaitGroup
 		for i := range 3 {
@@ -641,7 +641,7 @@ func TestOrderedLoad(t *testing.T) {
 // A connection that ends in the middle of everything leaves nothing behind:
 // ISER-5.2.3.1-2, ISER-10.1.1.2-1, ISER-7.1-4.
 func TestConnectionLoss(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		before := n.stored(0, 65536)
@@ -678,7 +678,7 @@ func TestConnectionLoss(t *testing.T) {
 
 // A command that fails because of its parameter list has got the list: nothing of it is residual (ISCSI-11.4-5).
 func TestResidualOfParameterLists(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		tc := newTestNode(t).connect().login()
 		defer tc.logout()
 		list := make([]byte, 24)
@@ -695,7 +695,7 @@ func TestResidualOfParameterLists(t *testing.T) {
 // ISCSI-11.4-5, ISCSI-11.4-6: what a command reports is cut by its ALLOCATION
 // LENGTH before it is compared with EDTL.
 func TestReportResiduals(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		h := tc.command(readF, 255, [16]byte{0x12, 0, 0, 0, 255}, nil)
@@ -718,7 +718,7 @@ func TestReportResiduals(t *testing.T) {
 // ISCSI-11-1, ISCSI-7.10-1, ISCSI-7144.5.1-1: reserved bits of a request, and
 // PRI, change nothing; ours are zero.
 func TestReservedBits(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		h := tc.scsi(readF|0x18, 4096, cdb.Read10(0, 8))
@@ -743,7 +743,7 @@ func TestReservedBits(t *testing.T) {
 // The core serves a mover without RDMA, too: data segments as long as declared,
 // and our side of the connection is closed after the last word (ISCSI-11.14-3).
 func TestWithoutRDMA(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		n.fill()
 		tc := n.connect(func(tc *testConn) { tc.m.rdma = false })

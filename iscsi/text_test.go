@@ -8,7 +8,6 @@ import (
 	"strconv"
 	"strings"
 	"testing"
-	"testing/synctest"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/security"
@@ -46,7 +45,7 @@ func (tc *testConn) readText(request ...string) []string {
 
 // Discovery returns the targets that an initiator may use, with the addresses that it can reach.
 func TestSendTargets(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		n.AddPortal(PortalConfig{Listen: "[2001:db8::1]:3260", TPGT: 0}) // ISCSI-13.9-1
 		n.AddPortal(PortalConfig{Listen: "127.0.0.1:3260", TPGT: 2})     // out of reach
@@ -151,7 +150,7 @@ func TestTargetAddresses(t *testing.T) {
 
 // ISCSI-C-5: many targets.
 func TestSendManyTargets(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		n.addTargets(500)
 		tc := n.connect().discover()
@@ -299,7 +298,7 @@ func TestText(t *testing.T) {
 // answers wait for an initiator that takes none: that would be some 40 MB for each
 // connection of a stranger.
 func TestTextOfWhoDoesNotRead(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		n.addTargets(1000)
 		tc := n.connect(func(tc *testConn) { tc.m.rdma = false }).discover()
@@ -345,7 +344,7 @@ func TestTextOfWhoDoesNotRead(t *testing.T) {
 // Discovery answers with the portals of other machines that lead to a target, too, but not with those that nobody can reach, and over a protected portal not
 // with those that are not protected.
 func TestSendTargetsWithPeers(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		const own, name = "TargetAddress=192.0.2.1:3260,1", "TargetName=" + targetName
 		ask := func(want ...string) {

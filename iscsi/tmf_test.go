@@ -18,7 +18,7 @@ import (
 // (ISCSI-10.7-1). No response of the task follows (ISCSI-11.5-2), and it exists no more
 // (ISCSI-7.11-2).
 func TestAbortTaskWaitsForData(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		before := n.stored(0, 4096)
@@ -44,7 +44,7 @@ func TestAbortTaskWaitsForData(t *testing.T) {
 
 // A task in the backend stops when the backend is done (ISCSI-11.6-1).
 func TestAbortTaskWaitsForTheBackend(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		gate := n.store.Shut()
@@ -64,7 +64,7 @@ func TestAbortTaskWaitsForTheBackend(t *testing.T) {
 
 // A command that takes long stops between two steps.
 func TestAbortTaskStopsALongCommandBetweenTwoSteps(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		gate := n.store.Shut()
@@ -84,7 +84,7 @@ func TestAbortTaskStopsALongCommandBetweenTwoSteps(t *testing.T) {
 
 // A task that waits for memory ends at once, whatever the others do.
 func TestAbortTaskEndsAWaitForMemory(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, func(o *Options) { o.ConnectionMemory = 1; o.MaxTransferPiece = 1 })
 		tc := n.connect().login()
 		gate := n.store.Shut()
@@ -107,7 +107,7 @@ func TestAbortTaskEndsAWaitForMemory(t *testing.T) {
 
 // A task that waits for an earlier CmdSN ends at once.
 func TestAbortTaskEndsAWaitForCmdSN(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		gap := tc.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
@@ -124,7 +124,7 @@ func TestAbortTaskEndsAWaitForCmdSN(t *testing.T) {
 
 // A task that waits for unsolicited data ends at once.
 func TestAbortTaskEndsAWaitForUnsolicitedData(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := unsolicitedNode(t)
 		tc := n.connect().login()
 		h := tc.scsi(pdu.FlagW, 4096, cdb.Write10(0, 8))
@@ -137,7 +137,7 @@ func TestAbortTaskEndsAWaitForUnsolicitedData(t *testing.T) {
 
 // An ORDERED task that waits for its turn ends, and the next ones continue.
 func TestAbortTaskEndsAnOrderedTaskBeforeItsTurn(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		tc.m.holdGets = true
@@ -157,7 +157,7 @@ func TestAbortTaskEndsAnOrderedTaskBeforeItsTurn(t *testing.T) {
 
 // ISCSI-7.11-1: a command that was never received counts as received.
 func TestAbortTaskFillsTheGapOfALostCommand(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		gap := tc.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
@@ -180,7 +180,7 @@ func TestAbortTaskFillsTheGapOfALostCommand(t *testing.T) {
 
 // ISCSI-11.5-3: functions cannot be aborted, nor tasks by the number of another LUN.
 func TestAbortTaskOfAFunctionIsRejected(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		tc.m.holdGets = true
@@ -198,7 +198,7 @@ func TestAbortTaskOfAFunctionIsRejected(t *testing.T) {
 
 // ISCSI-11.5-1: every function is answered, and the answer has no data (ISCSI-11.6-3).
 func TestTMFResponses(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		for _, c := range []struct {
@@ -230,7 +230,7 @@ func TestTMFResponses(t *testing.T) {
 
 // ABORT TASK SET stops the tasks of this session on one LUN that were sent before it.
 func TestAbortTaskSet(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		other := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
@@ -257,7 +257,7 @@ func TestAbortTaskSet(t *testing.T) {
 // ISCSI-4.2.3.3-3: the function waits for commands sent before it that have not
 // come.
 func TestAbortTaskSetWaitsForEarlier(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		gap := tc.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
@@ -414,7 +414,7 @@ func TestWindowNews(t *testing.T) {
 // While the network keeps the news no other goroutine waits to tell it, and what they had to
 // tell is told when the network continues.
 func TestWindowNewsOnSlowNetwork(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect(func(tc *testConn) { tc.m.rdma = false }).login()
 		var c *conn
@@ -464,7 +464,7 @@ func TestWindowNewsOnSlowNetwork(t *testing.T) {
 
 // ISCSI-4.2.3.3-4: before a target reset missing commands count as received.
 func TestWarmResetSkipsGap(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		tc.CmdSN += 5
@@ -485,7 +485,7 @@ func TestWarmResetSkipsGap(t *testing.T) {
 // overtake the commands that are missing.
 func TestWarmResetBeginsNothing(t *testing.T) {
 	for range 50 { // a goroutine that begins one would be a matter of time
-		synctest.Test(t, func(t *testing.T) {
+		testkit.Bubble(t, func(t *testing.T) {
 			n := newTestNode(t, several(4))
 			tc := n.lead()
 			other := tc.join(1)
@@ -516,7 +516,7 @@ func TestWarmResetBeginsNothing(t *testing.T) {
 // The target answers TARGET COLD RESET and then closes all connections, of discovery sessions
 // too. New sessions get the unit attention of a power on.
 func TestColdReset(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t, func(o *Options) { o.LogoutWait = 20 * time.Millisecond })
 		tc := n.connect().login()
 		other := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
@@ -548,7 +548,7 @@ func TestColdReset(t *testing.T) {
 
 // A connection that ends while a function waits takes nothing down with it.
 func TestTMFAtTheEnd(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		other := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
@@ -576,7 +576,7 @@ func TestTMFAtTheEnd(t *testing.T) {
 // ISCSI-11.5-6: a target reset is about the logical units that the initiator
 // knows; one that does not know all has no permission for TARGET COLD RESET.
 func TestMaskedReset(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		n := newTestNode(t)
 		hidden := newStore(t)
 		u, err := lun.New(hidden, lun.Options{Identity: state.Identity{NAA: [8]byte{0x3f}, Serial: "3f00000000000000"}})

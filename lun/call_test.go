@@ -20,7 +20,7 @@ func blocking(i *backend.Info) { i.Nonblocking = false }
 
 // StoreCalls shows the calls that have not returned, and for how long the oldest one is under way.
 func TestStoreCallsShowsWhatHangs(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		r := newRig(t, setup{info: blocking})
 		if s := r.unit.StoreCalls(); s != (StoreCalls{}) {
 			t.Errorf("without commands: %+v", s)
@@ -130,7 +130,7 @@ func TestCloseEndsWaits(t *testing.T) {
 
 // A rate of an initiator holds for what it sends, and not for others or other LUNs.
 func TestRatesOfInitiators(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		r := newRig(t, setup{})
 		slow, fast := r.another("slow"), r.another("fast")
 		r.unit.SetRates(fair.Rates{}, func(who string) fair.Rates {
@@ -182,7 +182,7 @@ func TestHeavyCommandsTakeFewPlaces(t *testing.T) {
 			if s.cdb == "" {
 				s.cdb = fmt.Sprintf("83 00 0000000000000000 %08x 00 00", len(s.out))
 			}
-			synctest.Test(t, func(t *testing.T) { fewPlaces(t, s.cdb, s.out) })
+			testkit.Bubble(t, func(t *testing.T) { fewPlaces(t, s.cdb, s.out) })
 		})
 	}
 }

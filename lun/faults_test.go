@@ -109,7 +109,7 @@ func TestFaultHang(t *testing.T) {
 		"detached": {func(r *rig) { r.unit.Detach() }, 0},
 	} {
 		t.Run(name, func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) {
+			testkit.Bubble(t, func(t *testing.T) {
 				r := newRig(t, setup{info: waits})
 				r.withFaults(Faults{Hang: 1, For: 3 * time.Second})
 				begun := time.Now()
@@ -137,7 +137,7 @@ func TestFaultHang(t *testing.T) {
 }
 
 func TestFaultLatency(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		r := newRig(t, setup{info: waits})
 		r.withFaults(Faults{Latency: 100 * time.Millisecond})
 		begun := time.Now()
@@ -190,7 +190,7 @@ func TestNoFaultsNoAllocations(t *testing.T) {
 // A sync that no command asked for, as of a reset or of the end of the process, meets no injected
 // faults: their failure is not final, and nobody would be told.
 func TestFaultsSpareTheSyncsOfTheTarget(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		r := newRig(t, setup{info: waits})
 		for _, f := range []Faults{{SyncError: 1}, {Hang: 1}, {Latency: time.Second}} {
 			r.withFaults(f)

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // stateLimit is how long a command waits for the state directory.
@@ -102,7 +103,7 @@ func prOutCDB(sa, scopeType byte) string {
 // While a PERSISTENT RESERVE OUT with APTPL waits for a dead file system, everybody else continues: other
 // commands of the unit, its state, a reset, and reservations of other units.
 func TestDeadStateDirectoryStopsNobody(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		h := newHangingState(t)
 		defer h.close()
 		r := newPRRig(t, setup{opt: h.options()})
@@ -172,7 +173,7 @@ func TestDeadStateDirectoryStopsNobody(t *testing.T) {
 // Commands of one unit that change reservations wait for the one that is being stored: at most 31, each
 // until it is aborted or the time is over. None is in force then, nor later.
 func TestReservationsWaitForTheirTurn(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		h := newHangingState(t)
 		defer h.close()
 		r := newPRRig(t, setup{opt: h.options()})
@@ -217,7 +218,7 @@ func TestReservationsWaitForTheirTurn(t *testing.T) {
 // A first registration that is being stored keeps RESERVE out, as if it were in force: both at once
 // must not be.
 func TestReserveDuringTheFirstRegistration(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		h := newHangingState(t)
 		defer h.close()
 		r := newPRRig(t, setup{opt: h.options()})
@@ -236,7 +237,7 @@ func TestReserveDuringTheFirstRegistration(t *testing.T) {
 // A unit that takes the place of another one does not wait. A registration that the old one was storing
 // fails, and is not in the file later.
 func TestReplacedWhileStoring(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		h := newHangingState(t)
 		defer h.close()
 		r := newPRRig(t, setup{opt: h.options()})
@@ -274,7 +275,7 @@ func TestSettingsOnADeadStateDirectory(t *testing.T) {
 		"MODE SELECT, no pages":  {"15 11 0000 00 00", nil},
 		"SET TARGET PORT GROUPS": {"a4 0a 00000000 00000008 00 00", groups},
 	} {
-		synctest.Test(t, func(t *testing.T) {
+		testkit.Bubble(t, func(t *testing.T) {
 			h := newHangingState(t)
 			defer h.close()
 			r, _ := newPortsRig(t, h.options())

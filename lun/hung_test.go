@@ -6,18 +6,18 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/security/limits"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // A store that does not answer for store_timeout is reported, its unit takes no more commands for it,
 // and it serves again when the store answers.
 func TestHungStore(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		var (
 			mu     sync.Mutex
 			events []StoreHangsEvent
@@ -75,7 +75,7 @@ func TestHungStore(t *testing.T) {
 
 // A sync that takes long is no reason to stop all others: it has six times as long.
 func TestLongSyncIsNoHang(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		set := limits.New()
 		set.StoreTimeout.SetMax(int64(5 * time.Second))
 		r := newRig(t, setup{info: func(i *backend.Info) { i.Nonblocking, i.VolatileCache = false, true },
@@ -99,7 +99,7 @@ func TestLongSyncIsNoHang(t *testing.T) {
 
 // An idle unit, and one whose store answers in time, has no timer for long, and does not hang.
 func TestStoreWatchEnds(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		r := newRig(t, setup{info: blocking})
 		r.good(extentCDB(0x88, 0, 0, 1), nil)
 		if !r.unit.watch.armed.Load() {

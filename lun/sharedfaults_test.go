@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/lun/state"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // unconfirmed returns how many changes the gateway has reported as not confirmed, and the last reason.
@@ -317,7 +318,7 @@ func TestSharedRemove(t *testing.T) {
 }
 
 func TestSharedOptions(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		for want, o := range map[string]SharedOptions{
 			"the home is missing":                        {Gateway: "x"},
 			`"" is not a name of a gateway`:              {Home: fakeLessor{}},

@@ -7,12 +7,12 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/lun/state"
 	"github.com/iser-target/iser-target/lun/state/hometest"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // A sharedGroup is several gateways that share a home, each with LUN 0.
@@ -45,7 +45,7 @@ func sharedBubble(t *testing.T, names string, test func(t *testing.T, gr *shared
 
 // sharedBubbleOf does what sharedBubble does with a seed of the home.
 func sharedBubbleOf(t *testing.T, seed uint64, names string, test func(t *testing.T, gr *sharedGroup, g []*sharedGateway)) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		gr := &sharedGroup{T: t, memory: hometest.NewMemory(seed), limit: 30 * time.Second}
 		var list []*sharedGateway
 		for i, name := range strings.Split(names, "") {

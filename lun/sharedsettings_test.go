@@ -5,12 +5,12 @@ import (
 	"fmt"
 	"sync/atomic"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/lun/state/hometest"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // A settingsGateway is a gateway that shares the settings and sync failures of its unit.
@@ -80,7 +80,7 @@ func (g *settingsGateway) wantDue(n *Nexus, want string) {
 // What an initiator saves through one gateway is in force on all of them, their initiators are notified, and a gateway that starts later has it.
 // Without SP nothing can be changed, because there is one copy of the pages.
 func TestSharedSettings(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		m := hometest.NewMemory(1)
 		a, b := startSettings(t, m), startSettings(t, m)
 		neighbor := a.login()
@@ -137,7 +137,7 @@ func TestSharedSettings(t *testing.T) {
 // the other one.
 func TestSharedSettingsAtOnce(t *testing.T) {
 	for seed := range uint64(8) {
-		synctest.Test(t, func(t *testing.T) {
+		testkit.Bubble(t, func(t *testing.T) {
 			m := hometest.NewMemory(seed)
 			a, b := startSettings(t, m), startSettings(t, m)
 			thresholds := "00 00 00 00" + provisioningPage(0, 0x80, 0, 100, 0)
@@ -176,7 +176,7 @@ func TestSharedSettingsAtOnce(t *testing.T) {
 // While its home does not answer, a change of settings fails in time, and other commands continue. A gateway that was cut off learns then what
 // the others have changed meanwhile, and has what they have.
 func TestSharedSettingsWithoutHome(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		m := hometest.NewMemory(1)
 		a, b := startSettings(t, m), startSettings(t, m)
 		text := "of b\x00"
@@ -208,7 +208,7 @@ func TestSharedSettingsWithoutHome(t *testing.T) {
 
 // A change whose answer was lost is in force on all gateways or on none, whatever its initiator was told.
 func TestSharedSettingsUnsure(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		m := hometest.NewMemory(1)
 		a, b := startSettings(t, m), startSettings(t, m)
 		key := sharedSettingsKey + testIdentity.Serial
@@ -236,7 +236,7 @@ func TestSharedSettingsUnsure(t *testing.T) {
 // What another gateway changes while a unit takes the place of another one, in this process or the next one, is in force, and the initiators that
 // stay are notified of it.
 func TestSharedSettingsContinue(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		m := hometest.NewMemory(1)
 		a, b := startSettings(t, m), startSettings(t, m)
 		unit, path := a.unit.State(), a.nexus.State()
@@ -277,7 +277,7 @@ func TestSharedSettingsContinue(t *testing.T) {
 
 // Settings that gateways share cannot be those of a unit whose caches each gateway has for itself.
 func TestSharedSettingsRequire(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		s, err := OpenSharedSettings(t.Context(), hometest.NewMemory(1).Link(0))
 		if err != nil {
 			t.Fatal(err)
@@ -298,7 +298,7 @@ func TestSharedSettingsRequire(t *testing.T) {
 
 // A sync that fails on one gateway is on record for all: the next owner fails its syncs, too, until the unit is recovered through any of them.
 func TestSharedSyncFailure(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		m := hometest.NewMemory(1)
 		a, b := startSettings(t, m), startSettings(t, m)
 		const sync = "35 00 00000000 00 0000 00"

@@ -3,8 +3,9 @@ package lun
 import (
 	"encoding/binary"
 	"testing"
-	"testing/synctest"
 	"time"
+
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // timestamp takes the answer to REPORT TIMESTAMP apart (SPC-4, section 6.38).
@@ -24,7 +25,7 @@ const setTimestamp = "a4 0f 00000000 0000000c 00 00"
 // The device clock is that of the machine until an initiator sets it. Then all others are notified, and it advances
 // from there, in the next process, too, until a power on.
 func TestTimestamp(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		r := newRig(t, setup{})
 		other := r.login()
 		want := func(n *Nexus, ms int64, origin byte) {

@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"io"
 	"testing"
+
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 var sizes = []struct {
@@ -177,7 +179,7 @@ func BenchmarkPingPong(b *testing.B) {
 
 // Send, Write and Read allocate nothing, at either end.
 func TestNoAllocations(t *testing.T) {
-	if raceEnabled {
+	if testkit.Race {
 		t.Skip("the race detector allocates")
 	}
 	i, r := pair(t, Options{}, Options{})

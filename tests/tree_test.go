@@ -2,6 +2,7 @@ package tests
 
 import (
 	"io/fs"
+	"os"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -25,4 +26,15 @@ func walkTree(t *testing.T, suffix string, f func(file, local string) error) {
 	if err != nil {
 		t.Fatal(err)
 	}
+}
+
+// Tests run in testkit.Bubble, which says why.
+func TestNoTestMakesABubbleItself(t *testing.T) {
+	walkTree(t, ".go", func(file, local string) error {
+		b, err := os.ReadFile(file)
+		if local != "tests/testkit/bubble.go" && strings.Contains(string(b), "synctest."+"Test(") {
+			t.Errorf("%s calls synctest.Test, want testkit.Bubble", local)
+		}
+		return err
+	})
 }

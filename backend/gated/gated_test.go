@@ -4,11 +4,11 @@ import (
 	"errors"
 	"sync/atomic"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/backend/backendtest"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // A valve is a Gate that a test turns.
@@ -66,7 +66,7 @@ func calls(s *Store) map[string]func() error {
 // Calls wait for a medium that nobody has, for a bounded time, and end at once if another gateway has it. Usage does not wait.
 func TestHold(t *testing.T) {
 	for name := range calls(nil) {
-		synctest.Test(t, func(t *testing.T) {
+		testkit.Bubble(t, func(t *testing.T) {
 			medium := memory(t, 1<<20)
 			v := &valve{}
 			s := New(medium.Info(), v)
@@ -114,7 +114,7 @@ func TestHold(t *testing.T) {
 
 // After a medium has failed for ever, calls wait for the next one.
 func TestFailedMedium(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		first := memory(t, 1<<20)
 		s, _ := opened(t, first)
 		if err := first.Close(); err != nil {

@@ -637,7 +637,7 @@ func TestNoAllocations(t *testing.T) {
 		r.copy = nil
 		r.free()
 		r = newRequest(cmdWrite, 0, 0, 4096, p)
-	}); n > 0 && !raceEnabled {
+	}); n > 0 && !testkit.Race {
 		t.Errorf("%v allocations", n)
 	}
 }

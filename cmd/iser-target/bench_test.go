@@ -65,7 +65,7 @@ func TestBench(t *testing.T) {
 
 // Ctrl-C prints what there is.
 func TestBenchInterrupted(t *testing.T) {
-	if raceEnabled {
+	if testkit.Race {
 		t.Skip("the command runs in this process with the race detector")
 	}
 	s := newStation(t)

@@ -657,7 +657,7 @@ func TestConfigCommands(t *testing.T) {
 func TestExitCodes(t *testing.T) {
 	s := &station{dir: t.TempDir()}
 	s.socket = filepath.Join(s.dir, "none")
-	if raceEnabled {
+	if testkit.Race {
 		s.environment(t)
 	}
 	s.says(t, cli.ExitUnreachable, "--socket", "target", "list")

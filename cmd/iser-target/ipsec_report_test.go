@@ -30,7 +30,7 @@ func audited(t *testing.T, more string, what ...string) *station {
 	s.configure(t, func(text string) string {
 		return strings.Replace(text, `{listen: "127.0.0.1:0"}`, `{listen: "127.0.0.1:0", ipsec: audit}`, 1) + more
 	})
-	if raceEnabled { // see run
+	if testkit.Race { // see run
 		s.environment(t)
 	}
 	args := append(what, executable(t), "serve", "--config", s.file)

@@ -13,6 +13,7 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/api/apitest"
 	"github.com/iser-target/iser-target/cmd/iser-target/cli"
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // lun create --pool with a directory: the target creates the file, and no command takes one that exists.
@@ -249,7 +250,7 @@ func TestPoolLVM(t *testing.T) {
 
 // A command that kill -9 ends between the volume and the LUN leaves a volume that the next one names, with what to do.
 func TestPoolKilled(t *testing.T) {
-	if raceEnabled {
+	if testkit.Race {
 		t.Skip("the command runs in the process of the test, see station.run")
 	}
 	device, _ := backendtest.LoopDevice(t, make([]byte, 1<<20), 512, false)

@@ -17,6 +17,7 @@ import (
 
 	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/cmd/iser-target/cli"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // needsRoot makes a test unavailable that other users cannot run.
@@ -214,7 +215,7 @@ targets:
 			t.Fatal(err)
 		}
 	}
-	if raceEnabled {
+	if testkit.Race {
 		s.environment(t)
 	}
 	cmd := exec.Command(program, "serve", "--config", s.file)
@@ -291,7 +292,7 @@ func TestTargetThatStaysRootSaysSo(t *testing.T) {
 	needsRoot(t)
 	s := &station{dir: t.TempDir()}
 	s.configure(t)
-	if raceEnabled { // see run
+	if testkit.Race { // see run
 		s.environment(t)
 	}
 	s.process = launch(t, exec.Command(executable(t), "serve", "--config", s.file))

@@ -114,7 +114,7 @@ func TestSelftestFindsFaults(t *testing.T) {
 
 // An interrupted selftest removes its target. What a killed one leaves, the next one removes, but not the target of one that runs.
 func TestSelftestInterrupted(t *testing.T) {
-	if raceEnabled {
+	if testkit.Race {
 		t.Skip("the command runs in this process with the race detector")
 	}
 	s := newStation(t)

@@ -17,6 +17,7 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 const (
@@ -36,7 +37,7 @@ func newStation(t *testing.T, edits ...func(string) string) *station {
 	t.Helper()
 	s := &station{dir: t.TempDir()}
 	s.configure(t, edits...)
-	if raceEnabled { // see run
+	if testkit.Race { // see run
 		s.environment(t)
 	}
 	s.process = start(t, "serve", "--config", s.file)
@@ -89,7 +90,7 @@ func (s *station) environment(t *testing.T) {
 func (s *station) run(t *testing.T, args ...string) (out, errOut string, code int) {
 	t.Helper()
 	var stdout, stderr bytes.Buffer
-	if raceEnabled {
+	if testkit.Race {
 		const name = "ISER_TARGET_CONTROL_SOCKET"
 		if os.Getenv(name) != s.socket { // the last station to start has set its own; Setenv is for one goroutine at a time
 			t.Setenv(name, s.socket)

@@ -397,7 +397,7 @@ func killUpgrade(t *testing.T, m *mainManager, who, at string, ends bool) {
 // startProgram serves with that program file.
 func (s *station) startProgram(t *testing.T, program string) {
 	t.Helper()
-	if raceEnabled { // see run
+	if testkit.Race { // see run
 		s.environment(t)
 	}
 	cmd := exec.Command(program, "serve", "--config", s.file)

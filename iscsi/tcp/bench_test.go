@@ -12,6 +12,7 @@ import (
 
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
@@ -135,7 +136,7 @@ func (d *driver) finish() {
 
 // No READ or WRITE allocates, from its PDU to its response.
 func TestNoAllocations(t *testing.T) {
-	if raceEnabled {
+	if testkit.Race {
 		t.Skip("the race detector makes sync.Pool forget at random")
 	}
 	for i, p := range ioPaths {

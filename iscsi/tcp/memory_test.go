@@ -104,7 +104,7 @@ func inUse() int64 {
 // Greedy initiators take no more memory than limits.memory says, and an honest one next to them keeps
 // its throughput (without that bound they took 1.8 GiB).
 func TestGreedyInitiatorsStayWithinTheMemory(t *testing.T) {
-	if raceEnabled {
+	if testkit.Race {
 		t.Skip("the race detector makes memory and speed those of something else")
 	}
 	const crowdSize, bound, beside = 40, 64 << 20, 24 << 20
@@ -151,7 +151,7 @@ func TestGreedyInitiatorsStayWithinTheMemory(t *testing.T) {
 
 // A connection before login takes less than limits.memory counts for it, 48 KiB.
 func TestConnectionsBeforeLoginAreSmall(t *testing.T) {
-	if raceEnabled {
+	if testkit.Race {
 		t.Skip("the race detector makes memory that of something else")
 	}
 	const n = 200

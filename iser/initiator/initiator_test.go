@@ -24,6 +24,7 @@ import (
 	"github.com/iser-target/iser-target/lun"
 	"github.com/iser-target/iser-target/rdma"
 	"github.com/iser-target/iser-target/security"
+	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/loopback"
 )
 
@@ -312,7 +313,7 @@ func TestClose(t *testing.T) {
 
 // A Command that is used again allocates nothing, and neither does the target.
 func TestNoAllocations(t *testing.T) {
-	if raceEnabled {
+	if testkit.Race {
 		t.Skip("the race detector makes sync.Pool forget at random")
 	}
 	for _, transport := range []string{"tcp", "iser"} {

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/security/limits"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // A rig is a process with bounds that a test chooses, in a bubble.
@@ -19,7 +20,7 @@ type rig struct {
 
 // inBubble runs f with a process that allows so many calls, and so many for each LUN.
 func inBubble(t *testing.T, calls, perLUN int64, f func(r *rig)) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		r := &rig{T: t, set: limits.New()}
 		r.set.BackendCalls.SetMax(calls)
 		r.set.BackendCallsPerLUN.SetMax(perLUN)

@@ -9,11 +9,11 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"github.com/iser-target/iser-target/lun/state"
 	"github.com/iser-target/iser-target/lun/state/hometest"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // A disk is what the LUNs of a test are on. It knows which openings it obeys.
@@ -327,7 +327,7 @@ func (gr *group) longest(limit time.Duration) {
 
 // bubble runs a test with a fake clock.
 func bubble(t *testing.T, gateways, luns int, change func(*Options), test func(gr *group)) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		gr := newGroup(t, 1, gateways, luns, change)
 		defer gr.end()
 		test(gr)
@@ -807,7 +807,7 @@ func TestSameName(t *testing.T) {
 func TestRandom(t *testing.T) {
 	for seed := range uint64(4) {
 		t.Run(fmt.Sprint("seed ", seed), func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) { random(t, seed, 250) })
+			testkit.Bubble(t, func(t *testing.T) { random(t, seed, 250) })
 		})
 	}
 }

@@ -10,6 +10,8 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // A card is a record for tests.
@@ -78,7 +80,7 @@ func wantCards(t *testing.T, k *Keeper[card], path string, want map[string]strin
 
 // Changes that wait at the same time are stored with one write. Nobody who reads waits.
 func TestChangesAreStoredTogether(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		s := &slowFile{}
 		k, path := openCards(t, s)
 		s.gate = make(chan error)
@@ -114,7 +116,7 @@ func TestChangesAreStoredTogether(t *testing.T) {
 func TestAbandonedChangeDoesNotComeBack(t *testing.T) {
 	for _, sync := range []string{"file", "directory"} {
 		t.Run(sync, func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) { abandonOne(t, sync == "directory") })
+			testkit.Bubble(t, func(t *testing.T) { abandonOne(t, sync == "directory") })
 		})
 	}
 }
@@ -163,7 +165,7 @@ func abandonOne(t *testing.T, renamed bool) {
 
 // The writer tries again until the file has nothing that was abandoned.
 func TestAbandonedChangeIsTakenBack(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		s := &slowFile{}
 		k, path := openCards(t, s)
 		s.gate = make(chan error, 1)
@@ -196,7 +198,7 @@ func TestAbandonedChangeIsTakenBack(t *testing.T) {
 
 // A change that Commit refuses does not count, as if its caller had gone.
 func TestCommitRefuses(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		k, path := openCards(t, &slowFile{})
 		if _, err := k.Put(card{unit(1), "before"}, Patience{}); err != nil {
 			t.Fatal(err)
@@ -213,7 +215,7 @@ func TestCommitRefuses(t *testing.T) {
 
 // Known identities are there while the file system hangs, and new ones fail in time.
 func TestIdentitiesOnAHangingDisk(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		ids, err := OpenIdentities(filepath.Join(t.TempDir(), "identities.json"))
 		if err != nil {
 			t.Fatal(err)

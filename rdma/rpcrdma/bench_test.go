@@ -11,6 +11,7 @@ import (
 
 	"github.com/iser-target/iser-target/rdma"
 	"github.com/iser-target/iser-target/rdma/rpcrdma/oncrpc"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // benchPrograms serves procEcho without a copy, and procPlain that returns nothing.
@@ -57,7 +58,7 @@ var benchSizes = []struct {
 
 // Calls allocate nothing, at either end, in either direction, with chunks and without.
 func TestNoAllocations(t *testing.T) {
-	if raceEnabled {
+	if testkit.Race {
 		t.Skip("the race detector allocates")
 	}
 	cfg := Config{Programs: benchPrograms(), ReverseChunks: true}

@@ -11,6 +11,8 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // A fakeDriver protects all flows alike, as the test says.
@@ -147,7 +149,7 @@ var required = Need{Required, &Profile{Name: "p"}}
 // guarded runs f in a bubble with a Guard.
 func guarded(t *testing.T, d Driver, o Options, f func(*testing.T, *Guard)) {
 	t.Helper()
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		d.(interface{ enter() }).enter()
 		g := NewGuard(d, o)
 		synctest.Wait()
@@ -250,7 +252,7 @@ func TestGuardDriverHangs(t *testing.T) {
 		t.Run(fmt.Sprintf("ignores its context: %v", stuck), func(t *testing.T) {
 			d := newFake()
 			d.hang = true
-			synctest.Test(t, func(t *testing.T) {
+			testkit.Bubble(t, func(t *testing.T) {
 				d.enter()
 				if stuck {
 					d.stuck = make(chan struct{})
@@ -874,7 +876,7 @@ func TestGuardReportsTrouble(t *testing.T) {
 // Lists have calls of their own: those that hang keep no login out, and their number is bounded.
 func TestGuardListsAreBounded(t *testing.T) {
 	d := newFake()
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		d.enter()
 		d.stuck = make(chan struct{})
 		g := NewGuard(d, Options{})
@@ -1032,7 +1034,7 @@ func (d initiating) Initiate(_ context.Context, f Flow) error {
 }
 
 func TestGuardInitiates(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		d := initiating{newFake(), make(chan Flow, 10)}
 		d.enter()
 		g := NewGuard(d, Options{Grace: time.Minute})
@@ -1092,7 +1094,7 @@ func TestGuardDecider(t *testing.T) {
 
 // Close does not wait forever for a driver that ignores the end of its context.
 func TestGuardCloseIsBounded(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		d := &stubborn{newFake(), make(chan struct{})}
 		g := NewGuard(d, Options{Timeout: time.Second})
 		began := time.Now()

@@ -200,7 +200,7 @@ func TestRates(t *testing.T) {
 
 // An I/O allocates nothing, neither here nor in the target.
 func TestNoAllocations(t *testing.T) {
-	if raceEnabled {
+	if testkit.Race {
 		t.Skip("the race detector makes sync.Pool forget at random")
 	}
 	for _, tc := range []struct {

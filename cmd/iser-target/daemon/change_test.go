@@ -17,6 +17,7 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
@@ -242,7 +243,7 @@ func TestAddingOneOfManyLUNsIsFast(t *testing.T) {
 		t.Skip("a thousand LUNs")
 	}
 	n := 1000
-	if raceEnabled {
+	if testkit.Race {
 		n = 50 // the race detector makes times meaningless
 	}
 	var list []string
@@ -267,7 +268,7 @@ func TestAddingOneOfManyLUNsIsFast(t *testing.T) {
 		least = min(least, cpuTime(t)-begin)
 	}
 	t.Logf("adding a LUN to %d LUNs: %v of CPU time", n, least)
-	if least > 100*time.Millisecond && !raceEnabled {
+	if least > 100*time.Millisecond && !testkit.Race {
 		t.Errorf("adding a LUN took %v of CPU time", least)
 	}
 	if got := len(reportLUNs(t, s)); got != n+made {

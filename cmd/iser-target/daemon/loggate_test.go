@@ -60,7 +60,7 @@ func (g *gatedLog) events(kind string) (list []schema.Event) {
 // 17,900 refusals a second from one address are one line and one event a second, with the number of
 // the others. The line about a neighbour is written at once.
 func TestFloodOfRefusalsIsOneLineASecond(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		g := newGatedLog()
 		for range 3 {
 			for range 17900 {
@@ -109,7 +109,7 @@ func TestFloodOfRefusalsIsOneLineASecond(t *testing.T) {
 // Neither many reasons of one address nor many addresses fill the log, and what the gate remembers
 // is bounded.
 func TestLogIsBoundedWhateverPeersDo(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		g := newGatedLog()
 		for second := range 30 {
 			for i := range 1000 {
@@ -145,7 +145,7 @@ func TestLogIsBoundedWhateverPeersDo(t *testing.T) {
 // A host logs in to 1,000 targets at once: each login is a line. One that logs in and out in a loop
 // gets 10 lines a second in the long run.
 func TestLoginsAreLogged(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
 		g := newGatedLog()
 		login := func(tsih int) {
 			for _, text := range []string{"login", "session ended"} {

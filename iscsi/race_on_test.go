@@ -1,5 +1,0 @@
-//go:build race
-
-package iscsi
-
-const raceEnabled = true

@@ -1,5 +1,0 @@
-//go:build !race
-
-package initiator_test
-
-const raceEnabled = false

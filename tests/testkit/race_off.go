@@ -1,0 +1,6 @@
+//go:build !race
+
+package testkit
+
+// Race is true in programs with the race detector.
+const Race = false
