@@ -367,7 +367,10 @@ func harnessChildren(t *testing.T, pid int) (list []int) {
 	return list
 }
 
-// clusterPaths starts multipathd, and logs in to $IQN by iSER at the portal $ISER, and by TCP at each of $TCP. Paths are checked every $POLLING seconds, or every second. /run/cluster.sh has what the scripts that follow use.
+// clusterPaths logs in to $IQN by iSER at the portal $ISER, and by TCP at each of $TCP, and starts multipathd. Paths are checked every $POLLING seconds, or every second. /run/cluster.sh has what the scripts that follow use.
+//
+// udev runs several programs for each path that comes or goes. Emulated, that takes a second of a CPU instead of some ms. So that I/O need not wait for it, as on
+// a real machine, udev has a low priority, and multipathd finds all paths at once.
 const clusterPaths = `
 : ${POLLING:=1}
 modprobe -a iscsi_tcp dm_multipath dm_round_robin ext4
@@ -385,8 +388,7 @@ defaults {
 	fast_io_fail_tmo 2
 }
 .
-/lib/systemd/systemd-udevd --daemon
-multipathd -d </dev/null >/run/multipathd.log 2>&1 &
+nice -n 19 /lib/systemd/systemd-udevd --daemon
 for path in "$ISER iser" $(printf '%s/default ' $TCP); do
 	read -r portal interface <<<"${path/\// }"
 	iscsiadm -m node -o new -T $IQN -p $portal -I $interface
@@ -394,6 +396,8 @@ for path in "$ISER iser" $(printf '%s/default ' $TCP); do
 	iscsiadm -m node -T $IQN -p $portal -I $interface -o update -n 'node.conn[0].timeo.noop_out_timeout' -v $((2 * POLLING))
 	iscsiadm -m node -T $IQN -p $portal -I $interface --login
 done
+udevadm settle -t 200
+multipathd -d </dev/null >/run/multipathd.log 2>&1 &
 cat >/run/cluster.sh <<'.'
 # await COMMAND... succeeds as soon as the command does.
 await() {

@@ -41,7 +41,8 @@ func TestClusterRolls(t *testing.T) {
 		gateways = append(gateways, harness.Config{
 			Targets: fmt.Sprintf("  - name: %s\n    initiators: [\"*\"]\n    luns:\n%s", clusterTarget, list),
 			Portals: []harness.Portal{{TPGT: i + 1}},
-			More:    fmt.Sprintf("cluster: {name: %s, etcd: [\"%s\"], failback: 20s}\n", name, endpoints),
+			// LUNs go back when udev in the guest has done the most of what follows from the paths that were gone (see clusterPaths).
+			More: fmt.Sprintf("cluster: {name: %s, etcd: [\"%s\"], failback: 60s}\n", name, endpoints),
 		}.Start(t))
 	}
 	settled := func() (owned [3]int, ok bool) {
@@ -71,14 +72,26 @@ func TestClusterRolls(t *testing.T) {
 	settle("start")
 	owned, _ := settled()
 	t.Logf("the gateways serve %v LUNs", owned)
+	// rest waits until udev in the guest has nothing to do.
+	rest := func() {
+		t.Helper()
+		for range 5 {
+			if strings.Contains(v.Run(t, "if udevadm settle -t 100; then echo at rest; fi", long), "at rest") {
+				return
+			}
+		}
+		t.Fatal("udev is not at rest after 500 s")
+	}
 	defer v.Try(t, clusterDown, long)
 	v.Run(t, script(gateways[0], fmt.Sprintf("IQN=%s\nISER=%s\nTCP='%s %s'\n", clusterTarget, gateways[0].Addr(), gateways[1].Addr(), gateways[2].Addr())+
 		clusterPaths+fmt.Sprintf("await paths %d\n", 3*luns)), long)
+	rest()
 
 	// pauses runs fio while do runs, and checks for how long its longest commands took.
 	pauses := func(what string, do func()) {
 		t.Helper()
 		v.Run(t, ". /run/cluster.sh\n"+rollingLoad, long)
+		rest()
 		do()
 		settle(what)
 		out := v.Run(t, fmt.Sprintf(". /run/cluster.sh\nawait paths %d\nsleep 2\npkill -INT -o -x fio\nawait test -e /run/fio.status\ncat /run/fio.log >&2\ncat /run/fio.json\n", 3*luns), long)
