@@ -236,18 +236,10 @@ func (s *station) survive(t *testing.T, m *mainManager) {
 }
 
 // reap waits for the children of this process that have ended, which a manager does.
-func reap(t *testing.T) {
-	t.Helper()
-	lists, err := filepath.Glob("/proc/self/task/*/children")
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, list := range lists {
-		text, _ := os.ReadFile(list) // the thread may have ended
-		for _, child := range strings.Fields(string(text)) {
-			if pid, err := strconv.Atoi(child); err == nil && parentOf(pid) == 0 {
-				unix.Wait4(pid, nil, unix.WNOHANG, nil)
-			}
+func reap() {
+	for _, pid := range testkit.Children(os.Getpid()) {
+		if parentOf(pid) == 0 {
+			unix.Wait4(pid, nil, unix.WNOHANG, nil)
 		}
 	}
 }

@@ -94,15 +94,11 @@ func (l *traffic) end(t *testing.T) {
 // serving returns the ID of the process that serves.
 func (s *station) serving(t *testing.T) int {
 	t.Helper()
-	children, err := os.ReadFile(fmt.Sprintf("/proc/%d/task/%[1]d/children", s.cmd.Process.Pid))
-	if err != nil {
-		t.Fatal(err)
+	children := testkit.Children(s.cmd.Process.Pid)
+	if len(children) != 1 {
+		t.Fatalf("the supervisor has the children %d, want one", children)
 	}
-	pid, err := strconv.Atoi(strings.TrimSpace(string(children)))
-	if err != nil {
-		t.Fatalf("children of the supervisor: %q", children)
-	}
-	return pid
+	return children[0]
 }
 
 // Ten upgrades under load cost no session, no command and no data, neither of a file nor of memory. Afterwards the
@@ -402,7 +398,7 @@ func (s *station) startProgram(t *testing.T, program string) {
 	}
 	cmd := exec.Command(program, "serve", "--config", s.file)
 	cmd.Env = append(os.Environ(), s.env...)
-	t.Cleanup(func() { reap(t) })
+	t.Cleanup(reap)
 	s.process = launch(t, cmd)
 	t.Cleanup(func() { s.killAll(t) }) // a process whose supervisor is killed before it has begun continues
 	s.addr = s.wait(t, `msg=serving portal=(\S+)`)

@@ -5,7 +5,6 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -19,14 +18,10 @@ import (
 
 // childOf returns the ID of the child of a process that runs the command, or 0.
 func childOf(pid int, command string) int {
-	lists, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/children", pid))
-	for _, list := range lists {
-		text, _ := os.ReadFile(list) // the thread may have ended
-		for _, child := range strings.Fields(string(text)) {
-			line, _ := os.ReadFile("/proc/" + child + "/cmdline")
-			if n, err := strconv.Atoi(child); err == nil && slices.Contains(strings.Split(string(line), "\x00"), command) {
-				return n
-			}
+	for _, child := range testkit.Children(pid) {
+		line, _ := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", child))
+		if slices.Contains(strings.Split(string(line), "\x00"), command) {
+			return child
 		}
 	}
 	return 0

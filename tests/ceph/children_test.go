@@ -7,29 +7,21 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"testing"
+
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // children returns the processes of that name that another one has started, the oldest first.
-func children(t testing.TB, parent int, name string) (list []int) {
-	t.Helper()
-	files, err := filepath.Glob("/proc/[0-9]*/stat")
-	if err != nil {
-		t.Fatal(err)
-	}
+func children(parent int, name string) (list []int) {
 	type child struct{ pid, start int }
 	var all []child
-	for _, f := range files {
-		pid, _ := strconv.Atoi(filepath.Base(filepath.Dir(f)))
-		b, err := os.ReadFile(f)
+	for _, pid := range testkit.Children(parent) {
+		b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 		if err != nil {
 			continue // it ended
 		}
 		fields := strings.Fields(string(b[strings.LastIndexByte(string(b), ')')+1:]))
-		if fields[0] == "Z" || fields[1] != fmt.Sprint(parent) {
-			continue
-		}
-		line, err := os.ReadFile(filepath.Join(filepath.Dir(f), "cmdline"))
+		line, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
 		argv0, _, _ := strings.Cut(string(line), "\x00")
 		if err != nil || filepath.Base(argv0) != name {
 			continue

@@ -62,7 +62,7 @@ func TestConfined(t *testing.T) {
 	l.start()
 	l.flows(t)
 	for range 2 {
-		daemons := children(t, g.cmd.Process.Pid, "qemu-storage-daemon")
+		daemons := children(g.cmd.Process.Pid, "qemu-storage-daemon")
 		if len(daemons) != 1 {
 			t.Fatalf("daemons of the target: %v", daemons)
 		}
@@ -79,7 +79,7 @@ func TestConfined(t *testing.T) {
 			t.Fatal(err)
 		}
 		testkit.Eventually(t, "another daemon", func() bool {
-			now := children(t, g.cmd.Process.Pid, "qemu-storage-daemon")
+			now := children(g.cmd.Process.Pid, "qemu-storage-daemon")
 			return len(now) == 1 && now[0] != daemons[0]
 		})
 		l.flows(t)

@@ -168,7 +168,7 @@ func (c *cluster) diagnose(t *testing.T) {
 }
 
 // pids returns the processes of that name that this one has started.
-func pids(t *testing.T, name string) (list []int) { return children(t, os.Getpid(), name) }
+func pids(name string) (list []int) { return children(os.Getpid(), name) }
 
 // A writer writes blocks at ever other places, and knows what it has written.
 type writer struct {
@@ -213,7 +213,7 @@ func (c *cluster) kill(t *testing.T) {
 	dir := t.TempDir()
 	config := rbd.Config{URI: c.image(t, "kill", "32M"), Dir: dir}
 	w := writer{s: open(t, config), content: make([]byte, 32<<20)}
-	victim := pids(t, "qemu-storage-daemon")
+	victim := pids("qemu-storage-daemon")
 	neighbor := writer{s: open(t, rbd.Config{URI: c.image(t, "neighbor", "8M"), Dir: dir}), content: make([]byte, 8<<20)}
 	var stop atomic.Bool
 	aside := make(chan struct{})
@@ -233,7 +233,7 @@ func (c *cluster) kill(t *testing.T) {
 		if w.slowest > 2*time.Second {
 			t.Errorf("a write took %v after the daemon was killed", w.slowest)
 		}
-		all := pids(t, "qemu-storage-daemon")
+		all := pids("qemu-storage-daemon")
 		victim = all[len(all)-1:] // the newest
 	}
 	stop.Store(true)
@@ -257,11 +257,11 @@ func (c *cluster) blocklist(t *testing.T) {
 	out := c.must(t, "rbd", "lock", "ls", cephcluster.Pool+"/blocklist")
 	fields := strings.Fields(out)
 	c.must(t, "ceph", "osd", "blocklist", "add", fields[len(fields)-1])
-	before := pids(t, "qemu-storage-daemon")
+	before := pids("qemu-storage-daemon")
 	w.slowest, began = 0, time.Now()
 	w.run(t, func() bool { return time.Since(began) > 4*time.Second })
 	t.Logf("the slowest write took %v", w.slowest)
-	if after := pids(t, "qemu-storage-daemon"); len(after) != 1 || after[0] == before[0] {
+	if after := pids("qemu-storage-daemon"); len(after) != 1 || after[0] == before[0] {
 		t.Errorf("daemons %v, before %v: want another one", after, before)
 	}
 	w.verify(t, w.s)

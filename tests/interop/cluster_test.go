@@ -216,7 +216,7 @@ func (c *cluster) lose() {
 	c.run("await paths 2")
 	b.Manage(t, "cluster", "handover", "0", "a")
 	c.event("frozen for 20 s", silent, func() {
-		frozen := append(harnessChildren(t, a.PID()), a.PID())
+		frozen := append(descendants(a.PID()), a.PID())
 		for _, pid := range frozen {
 			if err := syscall.Kill(pid, syscall.SIGSTOP); err != nil {
 				t.Fatal(err)
@@ -344,25 +344,10 @@ func TestClusterOnCeph(t *testing.T) {
 
 const clusterSize = 96 << 20
 
-// harnessChildren returns the processes that a process has started.
-func harnessChildren(t *testing.T, pid int) (list []int) {
-	t.Helper()
-	tasks, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/children", pid))
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, f := range tasks {
-		b, err := os.ReadFile(f)
-		if err != nil {
-			continue // the thread has ended
-		}
-		for _, text := range strings.Fields(string(b)) {
-			child, err := strconv.Atoi(text)
-			if err != nil {
-				t.Fatal(err)
-			}
-			list = append(append(list, harnessChildren(t, child)...), child)
-		}
+// descendants returns the processes that a process has started.
+func descendants(pid int) (list []int) {
+	for _, child := range testkit.Children(pid) {
+		list = append(append(list, descendants(child)...), child)
 	}
 	return list
 }
