@@ -312,7 +312,7 @@ func (c *conn) enterPhase(p phase) {
 func (c *conn) finish() (last bool) {
 	c.workers.Wait()
 	c.timer.stop()
-	if invariant.Enabled && !c.recovery.store.on { // else another goroutine may be in keepAnswers or forgetAll
+	if invariant.Enabled {
 		out := c.opt.ConnectionMemory - c.budget.left()
 		invariant.Check(out == 0, "connection has ended with %d bytes of Buffers in use", out)
 	}
@@ -353,6 +353,8 @@ func (c *conn) shut(reason error, keep bool) (failed bool) {
 	}
 	was, fence := c.phase, c.shared.fence
 	c.enterPhase(phaseEnded)
+	c.workers.Add(1) // the caller may be none of them, such as a login that reinstates the session
+	defer c.workers.Done()
 	dm, heldBack := c.dm, c.unexpected.heldBack
 	c.unexpected.heldBack = nil
 	if keep && failed && c.recovers() && !c.sess.closed || c.recovery.suspends.Load() {

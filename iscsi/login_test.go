@@ -311,6 +311,38 @@ func TestSessionReinstatement(t *testing.T) {
 	})
 }
 
+// A closingMover is closed before Close returns.
+type closingMover struct {
+	*fakeMover
+	finish chan struct{}
+}
+
+func (m closingMover) Close() error {
+	err := m.fakeMover.Close()
+	<-m.finish
+	return err
+}
+
+// Serve of a connection does not return, and frees nothing, while the login that takes its place still closes it.
+func TestServeWaitsForTheReinstatement(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
+		n := newTestNode(t)
+		finish := make(chan struct{})
+		old := n.connect(func(tc *testConn) { tc.dm = closingMover{tc.m, finish} }).login()
+		next := n.connect()
+		next.writeLogin(next.loginRequest(true, 1, 3), append(slices.Clone(names), linuxKeys...)...)
+		synctest.Wait()
+		if len(old.result) != 0 {
+			t.Error("Serve has returned")
+		}
+		close(finish)
+		if err := old.wait(); !errors.Is(err, errReinstated) {
+			t.Errorf("Serve returned %v", err)
+		}
+		next.loggedIn()
+	})
+}
+
 // A backend that does not return holds up a reinstatement for a bounded time.
 func TestReinstatementIsBounded(t *testing.T) {
 	testkit.Bubble(t, func(t *testing.T) {
