@@ -438,6 +438,7 @@ check() {
 // clusterUp makes a file system on the disk of both paths, and starts the counter and fio on it, after clusterPaths.
 const clusterUp = `
 await paths 2
+udevadm settle -t 100
 disk=/dev/mapper/$(multipathd show maps raw format %n)
 echo "disk=$disk" >>/run/cluster.sh
 multipathd show topology
