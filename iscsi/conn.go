@@ -80,9 +80,9 @@ type conn struct {
 	putOff   putOffFlush
 	brevity  brevity
 
-	waiting atomic.Int32 // goroutines that want the baton
-	workers sync.WaitGroup
-	worker  func() // what a new goroutine runs; made once
+	waiting atomic.Int32   // goroutines that want the baton
+	workers sync.WaitGroup // what finish waits for: the goroutines of the connection, and whichever shuts it
+	worker  func()         // what a new goroutine runs; made once
 
 	mu         sharedLock // the lock of shared, which guards what follows
 	shared     *shared
