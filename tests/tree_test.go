@@ -28,7 +28,7 @@ func walkTree(t *testing.T, suffix string, f func(file, local string) error) {
 	}
 }
 
-// Tests run in testkit.Bubble, which says why.
+// testkit.Bubble says why.
 func TestNoTestMakesABubbleItself(t *testing.T) {
 	walkTree(t, ".go", func(file, local string) error {
 		b, err := os.ReadFile(file)
