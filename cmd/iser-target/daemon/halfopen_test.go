@@ -133,7 +133,7 @@ func TestLoginInSingleBytes(t *testing.T) {
 	l := newLab(t)
 	first, second := loginBytes(t)
 	nc := dial(t, l.addr())
-	before := runtime.NumGoroutine()
+	served := func() bool { return strings.Contains(testkit.Stacks(), "daemon.(*arrival).") }
 	for i, says := range [][]byte{first, second} {
 		for j := range says {
 			if _, err := nc.Write(says[j : j+1]); err != nil {
@@ -156,10 +156,11 @@ func TestLoginInSingleBytes(t *testing.T) {
 		}
 		if i == 0 {
 			testkit.Eventually(t, "the connection waits without a goroutine", func() bool {
-				return l.net.waiting.Len() == 1 && runtime.NumGoroutine() <= before
+				return l.net.waiting.Len() == 1 && !served()
 			})
 		}
 	}
+	testkit.Eventually(t, "a goroutine serves the connection after its login", served)
 	if n := l.net.waiting.Len(); n != 0 {
 		t.Errorf("%d connections wait in the full feature phase", n)
 	}
