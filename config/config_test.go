@@ -145,7 +145,7 @@ func TestLoadAccess(t *testing.T) {
 func TestEveryKey(t *testing.T) {
 	c, err := load("f", []byte(good+`
     alias: a b
-limits: {queue_depth: 1, connection_memory: 4194304, memory: 16MiB, backend_calls: 4096, backend_calls_per_lun: 1024, heavy_commands: 1024, max_fpdu: 512, login_timeout: 1m30s, nop_interval: 0, nop_timeout: 1h, order_timeout: 2s, data_timeout: 1s, send_timeout: 1h, task_wait: 2m, max_time2wait: 2s, max_time2retain: 1h, lost_sessions: 1, lost_sessions_per_initiator: 1, tokens: 16384, tokens_per_initiator: 1, max_connections: 65536, connections_per_session: 64, error_recovery_level: 0,
+limits: {queue_depth: 1, connection_memory: 4194304, memory: 16MiB, backend_calls: 4096, backend_calls_per_lun: 1024, heavy_commands: 1024, max_fpdu: 512, login_timeout: 1m30s, nop_interval: 0, nop_timeout: 1h, poll_time: 1ms, order_timeout: 2s, data_timeout: 1s, send_timeout: 1h, task_wait: 2m, max_time2wait: 2s, max_time2retain: 1h, lost_sessions: 1, lost_sessions_per_initiator: 1, tokens: 16384, tokens_per_initiator: 1, max_connections: 65536, connections_per_session: 64, error_recovery_level: 0,
   reserved_connections: 65535, connections_per_address: 1, connections_per_portal: 2, sessions_per_initiator: 3, sessions_per_user: 4,
   discovery_per_address: 5, log_lines_per_address: 6,
   registrations_per_initiator: 512, state_timeout: 30s, fence_timeout: 30s, store_timeout: 1h, descriptors: 128}
@@ -164,7 +164,7 @@ dashboard: {listen: "[::]:3"}
 		t.Fatal(err)
 	}
 	want := Limits{
-		QueueDepth: 1, ConnectionMemory: 4 << 20, Memory: 16 << 20, BackendCalls: 4096, BackendCallsPerLUN: 1024, HeavyCommands: 1024, MaxFPDU: 512, LoginTimeout: 90 * time.Second, NOPTimeout: time.Hour,
+		QueueDepth: 1, ConnectionMemory: 4 << 20, Memory: 16 << 20, BackendCalls: 4096, BackendCallsPerLUN: 1024, HeavyCommands: 1024, MaxFPDU: 512, LoginTimeout: 90 * time.Second, NOPTimeout: time.Hour, PollTime: time.Millisecond,
 		OrderTimeout: 2 * time.Second, DataTimeout: time.Second, SendTimeout: time.Hour, TaskWait: 2 * time.Minute, LostSessionsByName: 1, Tokens: 16384, TokensByName: 1, LostSessions: 1, MaxTime2Wait: 2 * time.Second, MaxTime2Retain: time.Hour, MaxConnections: 65536, PerSession: 64,
 		Reserved: 65535, PerAddress: 1, PerPortal: 2, Sessions: 3, PerUser: 4, Discoveries: 5, LogLines: 6,
 		Registrations: 512, StateTimeout: 30 * time.Second, FenceTimeout: 30 * time.Second, StoreTimeout: time.Hour, Descriptors: 128,

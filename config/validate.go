@@ -835,6 +835,7 @@ func (l *Limits) check(errs *errorList) {
 		{"login_timeout", l.LoginTimeout, time.Second, time.Hour, false},
 		{"nop_interval", l.NOPInterval, time.Second, time.Hour, true},
 		{"nop_timeout", l.NOPTimeout, time.Second, time.Hour, false},
+		{"poll_time", l.PollTime, time.Microsecond, time.Millisecond, true},
 		{"max_time2wait", l.MaxTime2Wait, 2 * time.Second, time.Hour, false},
 		{"max_time2retain", l.MaxTime2Retain, time.Second, time.Hour, false},
 		{"order_timeout", l.OrderTimeout, time.Second, time.Hour, false},

@@ -42,6 +42,7 @@ type Conn struct {
 	net.Conn
 	hub  *Hub
 	both *llp.Scatter // of Conn; nil: it is closed already
+	poll *llp.Poller  // for the reader only; nil: it does not poll
 
 	received uint64               // bytes; for the reader only
 	sent     uint64               // bytes; for the writer only
@@ -110,9 +111,16 @@ func size(parts [][]byte) (n int) {
 // received after a gap are not recorded. Only the goroutine that reads c may call Unread.
 func (c *Conn) Unread(f func() (unread []byte, rest int)) { c.unread = f }
 
+// Poll lets Read poll as p says. Only the goroutine that reads c may call it.
+func (c *Conn) Poll(p *llp.Polling) { c.poll = p.Reader(c.Conn.(*net.TCPConn)) }
+
 // Read implements net.Conn.
-func (c *Conn) Read(p []byte) (int, error) {
-	n, err := c.Conn.Read(p)
+func (c *Conn) Read(p []byte) (n int, err error) {
+	if c.poll != nil {
+		n, err = c.poll.Read(p)
+	} else {
+		n, err = c.Conn.Read(p)
+	}
 	if c.on.Load() {
 		c.read(p[:n], err)
 	}

@@ -19,6 +19,7 @@ import (
 	"net"
 	"os"
 	"os/exec"
+	"runtime"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -38,6 +39,7 @@ import (
 	"github.com/iser-target/iser-target/lun/fair"
 	"github.com/iser-target/iser-target/lun/state"
 	"github.com/iser-target/iser-target/rdma"
+	"github.com/iser-target/iser-target/rdma/llp"
 	"github.com/iser-target/iser-target/security/limits"
 )
 
@@ -140,6 +142,7 @@ type network struct {
 	rdma      atomic.Pointer[rdma.Options] // of the next connections
 	limits    *limits.Set
 	login     atomic.Int64 // limits.login_timeout, in nanoseconds
+	polling   llp.Polling
 	captures  *capture.Hub
 	newcomers newcomers
 	waiting   *waitset.Set // connections that wait for their initiators; of Run
@@ -184,6 +187,8 @@ func New(doc *config.Document, o Options) (*Daemon, error) {
 	}
 	d.applied.succeed()
 	d.net.newcomers.limits = d.net.limits
+	d.net.polling.Most, d.net.polling.Rest = runtime.GOMAXPROCS(0)/2, time.Millisecond
+	d.net.polling.Others = func() bool { return d.net.limits.Connections.Used() > 1 }
 	d.ipsec = newProtection(d, o.ipsec)
 	d.openStore = o.openStore
 	if d.openStore == nil {
@@ -271,6 +276,10 @@ func (d *Daemon) setLimits(cfg *config.Config) {
 	d.limitDescriptors()
 	d.limitThreads(cfg)
 	d.net.login.Store(int64(cfg.Limits.LoginTimeout))
+	d.net.polling.SetTime(cfg.Limits.PollTime)
+	if cfg.Limits.PollTime > 0 && d.net.polling.Most == 0 {
+		d.log.Warn("connections do not poll", eventKey, "service", "reason", "limits.poll_time requires two CPUs: on the only one, polling would take it from other connections")
+	}
 	d.net.rdma.Store(&rdma.Options{
 		IRD: ird, ORD: ord,
 		MaxULPDU: cfg.Limits.MaxFPDU,

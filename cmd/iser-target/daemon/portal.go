@@ -401,6 +401,7 @@ func (d *Daemon) joined(n *newcomer, nc *capture.Conn, tsih uint16, discovery bo
 	d.net.captures.Join(nc, tsih)
 	if !discovery {
 		d.net.newcomers.joined(n)
+		nc.Poll(&d.net.polling)
 	}
 }
 

@@ -57,7 +57,8 @@ func (d *Daemon) newSideServers(dashboard func(*Daemon, net.Listener, *httpd.Web
 			serve: func(l net.Listener, w *httpd.Web) func() {
 				mux := http.NewServeMux()
 				mux.Handle("GET /metrics", metrics.Handler(d.node, d.net.domain, d.net.limits, metrics.Reports{
-					Version: d.version, Expiries: d.expiries, IPsec: d.ipsecMetrics, Reload: d.applied.last, Tokens: d.tokens.Counts, Cluster: d.clusterMetrics,
+					Version: d.version, Expiries: d.expiries, IPsec: d.ipsecMetrics, Reload: d.applied.last, Tokens: d.tokens.Counts,
+					Polls: d.net.polling.Counts, Cluster: d.clusterMetrics,
 				}))
 				mux.Handle("GET /healthz", httpd.Probe(d.Health))
 				mux.Handle("GET /readyz", httpd.Probe(d.Readiness))

@@ -159,6 +159,8 @@ var (
 	sessionMemory      = newFamily(gauge, "session_buffer_bytes", "Memory of data buffers that the connections of the session use.", ofSession)
 	sessionMemoryLimit = newFamily(gauge, "session_buffer_limit_bytes", "Limit of the memory of data buffers for the connections of the session.", ofSession)
 
+	polls = newFamily(counter, "polls_total", "Times that a connection polled for commands, by what came of it.", "result")
+
 	streams       = newFamily(gauge, "rdma_streams", "RDMA streams.", "")
 	stags         = newFamily(gauge, "rdma_stags", "STags that are valid for peers, including the sinks of RDMA Reads.", "")
 	fpdus         = newFamily(counter, "rdma_fpdus_total", "FPDUs sent or received.", "direction")
@@ -231,6 +233,7 @@ type Reports struct {
 	IPsec    func() IPsec                   // of the guard and its driver
 	Reload   func() (ok bool, at time.Time) // whether the last one succeeded, and the last success
 	Tokens   func() lun.TokenCounts         // ROD tokens of POPULATE TOKEN
+	Polls    func() (found, missed uint64)  // see llp.Polling
 	Cluster  func() *Cluster                // nil: the target is in none
 }
 
@@ -290,6 +293,9 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	c.collectIPsec(ch)
 	c.collectProgram(ch)
 	c.collectTokens(ch)
+	found, missed := c.reports.Polls()
+	polls.send(ch, float64(found), "data")
+	polls.send(ch, float64(missed), "nothing")
 	c.collectCluster(ch)
 	for key, at := range c.reports.Expiries() {
 		certificates.send(ch, float64(at.Unix()), key)

@@ -73,6 +73,7 @@ func reports(expiries func() map[string]time.Time, n IPsec) Reports {
 	return Reports{Version: "v1.2.3 " + runtime.Version(), Expiries: expiries, IPsec: func() IPsec { return n },
 		Reload: func() (bool, time.Time) { return false, time.UnixMilli(1500) },
 		Tokens: func() lun.TokenCounts { return lun.TokenCounts{Valid: 1, Made: 12, Ended: [4]uint64{5, 3, 2, 1}} },
+		Polls:  func() (found, missed uint64) { return 7, 3 },
 		Cluster: func() *Cluster {
 			return &Cluster{Joined: true, Current: true, Gateways: 2}
 		}}
@@ -85,7 +86,7 @@ func TestMetricsOfTheProgram(t *testing.T) {
 	h.ServeHTTP(w, httptest.NewRequest("GET", "/metrics", nil))
 	for _, want := range []string{
 		`iser_target_build_info{goversion="` + runtime.Version() + `",version="v1.2.3"} 1`,
-		"iser_target_config_last_reload_successful 0", "iser_target_config_last_reload_success_timestamp_seconds 1.5",
+		"iser_target_config_last_reload_successful 0", `iser_target_polls_total{result="data"} 7`, `iser_target_polls_total{result="nothing"} 3`, "iser_target_config_last_reload_success_timestamp_seconds 1.5",
 	} {
 		if !strings.Contains(w.Body.String(), "\n"+want+"\n") {
 			t.Errorf("no %s", want)
