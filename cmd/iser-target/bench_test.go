@@ -24,7 +24,7 @@ func TestBench(t *testing.T) {
 	if rows := strings.Count(table, "  read  "); rows != 4 || !strings.Contains(table, "TARGET CPU") || !strings.Contains(table, "target: backend") {
 		t.Errorf("the table:\n%s", table)
 	}
-	s.ok(t, "bench", "iscsi"+url, "--bs", "128k", "--iodepth", "4", "--runtime", "1", "--skip-rx-copy")
+	s.ok(t, "bench", "iscsi"+url, "--bs", "128k", "--iodepth", "4", "--runtime", "1", "--skip-rx-copy", "--hipri")
 	// The LUN is empty: it may be written once.
 	write := []string{"bench", "iser" + url, "--rw", "randrw", "--rwmixread", "30", "--verify", "--runtime", "1", "--iodepth", "8", "-o", "json"}
 	var out struct {

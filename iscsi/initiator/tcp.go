@@ -10,6 +10,7 @@ import (
 	"net"
 	"strconv"
 	"sync"
+	"syscall"
 
 	"github.com/iser-target/iser-target/iscsi/keys"
 	"github.com/iser-target/iser-target/iscsi/pdu"
@@ -57,8 +58,8 @@ func NewTCP(nc net.Conn) Carrier {
 	c.win.Init(nc.Read, nil)
 	c.out.SetConn(nc)
 	c.out.Keep()
-	if t, ok := nc.(*net.TCPConn); ok {
-		if raw, err := t.SyscallConn(); err == nil {
+	if sc, ok := nc.(syscall.Conn); ok {
+		if raw, err := sc.SyscallConn(); err == nil {
 			c.sink = llp.NewSink(raw)
 		}
 	}

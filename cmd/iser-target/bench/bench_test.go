@@ -19,6 +19,7 @@ import (
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/iscsi/initiator"
+	iserinitiator "github.com/iser-target/iser-target/iser/initiator"
 	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/loopback"
 )
@@ -49,6 +50,14 @@ func TestRun(t *testing.T) {
 		{"tcp", "write", false, true, func(o *Options) { o.Verify, o.Sizes = true, []int{300 * 512} }},
 		{"iser", "readwrite", true, true, func(o *Options) { o.Verify, o.Offset, o.Size = true, 1<<20, 3<<20 }},
 		{"iser", "read", true, false, func(o *Options) { o.Ramp = 100 * time.Millisecond }},
+		{"tcp", "randrw", true, true, func(o *Options) {
+			o.Login.Transport, o.Verify, o.Jobs = initiator.TCP{Dialer: DialPolling}, true, 2
+			o.Sizes = []int{4096, 128 << 10}
+		}},
+		{"iser", "randrw", true, true, func(o *Options) {
+			o.Login.Transport, o.Verify, o.Jobs = iserinitiator.Transport{Dialer: DialPolling}, true, 2
+			o.Sizes = []int{4096, 128 << 10}
+		}},
 	} {
 		t.Run(tc.transport+"/"+tc.rw, func(t *testing.T) {
 			o := serve(t, tc.transport, openMemory(t))
@@ -204,12 +213,16 @@ func TestNoAllocations(t *testing.T) {
 		t.Skip("the race detector makes sync.Pool forget at random")
 	}
 	for _, tc := range []struct {
-		rw   string
-		size int
-		skip bool
-	}{{"randread", 4 << 10, false}, {"randrw", 4 << 10, false}, {"randread", 128 << 10, true}} {
+		rw         string
+		size       int
+		skip, poll bool
+	}{{rw: "randread", size: 4 << 10}, {rw: "randrw", size: 4 << 10}, {rw: "randread", size: 128 << 10, skip: true},
+		{rw: "randrw", size: 4 << 10, poll: true}} {
 		rw := tc.rw
 		o := serve(t, "tcp", openMemory(t))
+		if tc.poll {
+			o.Login.Transport = initiator.TCP{Dialer: DialPolling}
+		}
 		o.RW, o.Size, o.SkipCopy = rw, 16<<20, tc.skip
 		j, err := newJob(within(t), &o, 0, tc.size, 8)
 		check(t, err)

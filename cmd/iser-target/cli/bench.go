@@ -35,6 +35,7 @@ type benchCommand struct {
 	format, baseline                                 string
 	user, secretFile, targetSecretFile               string
 	seed                                             uint64
+	poll                                             bool
 }
 
 // bench returns the command that measures a LUN.
@@ -73,6 +74,7 @@ it has measured so far.`,
 	f.Int64Var(&o.RateIOPS, "rate-iops", 0, "I/Os per second of each job at most")
 	f.BoolVar(&o.Verify, "verify", false, "write data that is different each time, and verify it when it is read, and at the end")
 	f.BoolVar(&o.SkipCopy, "skip-rx-copy", false, "leave the data of READs in the kernel, which drops it: less work for bench (TCP only)")
+	f.BoolVar(&b.poll, "hipri", false, "poll for answers instead of sleeping until they come, which takes a CPU for each connection")
 	f.StringVar(&b.size, "size", "0", "bytes of the LUN to use, like 10g (default: to its end)")
 	f.StringVar(&b.offset, "offset", "0", "first byte of the LUN to use")
 	f.Uint64Var(&b.seed, "seed", 1, "start of the random numbers; the same seed makes the same I/O")
@@ -171,9 +173,14 @@ func (b *benchCommand) parse(cmd *cobra.Command, arg string) (u initiator.URL, e
 		return u, usage(cmd, "--skip-rx-copy is not for iser://: RDMA Writes place the data")
 	}
 	o.Address, o.LUN, o.Login.Target, o.Seed = u.Address, u.LUN, u.Target, b.seed
-	o.Login.Transport = initiator.TCP{}
+	var tcp initiator.TCP
+	var iser iserinitiator.Transport
+	if b.poll {
+		tcp.Dialer, iser.Dialer = bench.DialPolling, bench.DialPolling
+	}
+	o.Login.Transport = tcp
 	if u.Scheme == "iser" {
-		o.Login.Transport = iserinitiator.Transport{}
+		o.Login.Transport = iser
 	}
 	if n := o.Login.Connections; n < 1 || n > initiator.MaxConnections {
 		return u, usage(cmd, "--connections: %d is not from 1 to %d", n, initiator.MaxConnections)
