@@ -112,15 +112,17 @@ func figures(ctx context.Context, w io.Writer, o *options, names []string) error
 
 // The columns of ours.
 const (
-	memoryLUN = "our memory LUN"
-	fileLUN   = "our file LUN"
+	memoryLUN  = "our memory LUN"
+	fileLUN    = "our file LUN"
+	pollingLUN = "our memory LUN, polling"
 )
 
-// startFigures starts a target with a LUN in memory, one with a file on a tmpfs, and tgt. sockets has those of the control API, by the name of the column.
-func startFigures(ctx context.Context, o *options, dir string) (columns []hostColumn, sockets map[string]string, stop func() error) {
+// startFigures starts a target with a LUN in memory, one with a file on a tmpfs, those of more, and tgt. sockets has those of the control API, by the name of
+// the column.
+func startFigures(ctx context.Context, o *options, dir string, more ...variant) (columns []hostColumn, sockets map[string]string, stop func() error) {
 	var stops []func() error
 	sockets = map[string]string{}
-	for _, v := range []variant{{name: memoryLUN}, {name: fileLUN, file: true}} {
+	for _, v := range append([]variant{{name: memoryLUN}, {name: fileLUN, file: true}}, more...) {
 		own := filepath.Join(dir, fmt.Sprint(len(columns)))
 		c, end := v.start(ctx, o, own, nil)
 		c.column = column{v.name, "TCP"}
@@ -151,15 +153,18 @@ var speedJobs = []struct {
 	writes     bool
 	other, tgt float64 // bounds of the ratios to a target of -targets, and to tgt
 	cpu        float64 // most CPU time per I/O, µs; 0: no bound
+	polls      bool    // bench and the LUN poll
 }{
-	{job{"READ 4 KiB, depth 32", "", false}, read("4k", 32), false, 1, 2.5, 6},
-	{job{"READ 64 KiB, depth 32", "", false}, read("64k", 32) + " --skip-rx-copy", false, 1, 2.5, 0},
-	{job{"READ 256 KiB, depth 32", "", false}, read("256k", 32) + " --skip-rx-copy", false, 1, 2.5, 63},
-	{job{"WRITE 4 KiB, depth 32", "", false}, write("4k", 32), true, 1, 2.5, 0},
-	{job{"WRITE 64 KiB, depth 16", "", false}, write("64k", 16), true, 1, 2.5, 0},
-	{job{"WRITE 1 MiB, depth 8", "", false}, write("1m", 8), true, 1, 2.5, 0},
-	{job{"READ 4 KiB, depth 1", "", false}, read("4k", 1), false, 0.9, 1.8, 0},
-	{job{"WRITE 4 KiB, depth 1", "", false}, write("4k", 1), true, 0.9, 1.8, 0},
+	{job{"READ 4 KiB, depth 32", "", false}, read("4k", 32), false, 1, 2.5, 6, false},
+	{job{"READ 64 KiB, depth 32", "", false}, read("64k", 32) + " --skip-rx-copy", false, 1, 2.5, 0, false},
+	{job{"READ 256 KiB, depth 32", "", false}, read("256k", 32) + " --skip-rx-copy", false, 1, 2.5, 63, false},
+	{job{"WRITE 4 KiB, depth 32", "", false}, write("4k", 32), true, 1, 2.5, 0, false},
+	{job{"WRITE 64 KiB, depth 16", "", false}, write("64k", 16), true, 1, 2.5, 0, false},
+	{job{"WRITE 1 MiB, depth 8", "", false}, write("1m", 8), true, 1, 2.5, 0, false},
+	{job{"READ 4 KiB, depth 1", "", false}, read("4k", 1), false, 0, 1.8, 0, false},
+	{job{"WRITE 4 KiB, depth 1", "", false}, write("4k", 1), true, 0, 1.8, 0, false},
+	{job{"READ 4 KiB, depth 1, `--hipri`", "", false}, read("4k", 1) + " --hipri", false, 0.9, 1.8, 0, true},
+	{job{"WRITE 4 KiB, depth 1, `--hipri`", "", false}, write("4k", 1) + " --hipri", true, 0.9, 1.8, 0, true},
 }
 
 // fileBound is the least ratio of a file LUN to a memory LUN.
@@ -167,7 +172,7 @@ const fileBound = 0.95
 
 // speedFigures compares IOPS over TCP with tgt and the targets of others, and a file LUN with a memory LUN.
 func speedFigures(ctx context.Context, o *options, dir string) (list []figure, err error) {
-	columns, sockets, stop := startFigures(ctx, o, dir)
+	columns, sockets, stop := startFigures(ctx, o, dir, variant{name: pollingLUN, limits: "poll_time: 100us"})
 	defer func() { err = errors.Join(err, stop()) }()
 	for _, c := range o.others {
 		if c.Transport == "TCP" {
@@ -183,6 +188,9 @@ func speedFigures(ctx context.Context, o *options, dir string) (list []figure, e
 		for _, j := range speedJobs {
 			for i := range columns {
 				c := &columns[(i+round)%len(columns)] // none is always the first
+				if polls := c.Target == pollingLUN; sockets[c.Target] != "" && polls != j.polls {
+					continue
+				}
 				o.progress("round %d of %d: %s: %s", round+1, o.rounds, c.Target, j.Name)
 				flags := j.flags
 				if s := sockets[c.Target]; s != "" {
@@ -198,18 +206,25 @@ func speedFigures(ctx context.Context, o *options, dir string) (list []figure, e
 			}
 		}
 	}
-	memory, file := columns[0].column, columns[1].column
-	for _, c := range columns[2:] {
+	memory, file, polling := columns[0].column, columns[1].column, columns[2].column
+	for _, c := range columns[3:] {
 		for _, j := range speedJobs {
-			bound := j.other
+			bound, own := j.other, memory
 			if c.Target == "tgt" {
 				bound = j.tgt
 			}
-			list = append(list, iops.compare(j.job, memory, c.column, false, bound))
+			if j.polls {
+				own = polling
+			}
+			if bound > 0 {
+				list = append(list, iops.compare(j.job, own, c.column, false, bound))
+			}
 		}
 	}
 	for _, j := range speedJobs {
-		list = append(list, iops.compare(j.job, file, memory, false, fileBound))
+		if !j.polls {
+			list = append(list, iops.compare(j.job, file, memory, false, fileBound))
+		}
 	}
 	for _, j := range speedJobs {
 		if j.cpu > 0 {

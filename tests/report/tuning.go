@@ -115,6 +115,12 @@ var experiments = []experiment{
 		{name: "`initial_r2t: true`", target: "initial_r2t: true"},
 		{name: "`initial_r2t: false`", target: "initial_r2t: false"},
 	}},
+	{"polling", slices.Concat(both("read 4k, 1 deep", false, read("4k", 1)), both("write 4k, 1 deep", false, write("4k", 1)), both("read 4k, 32 deep", false, read("4k", 32))), []variant{
+		{name: "`poll_time: 0`"},
+		{name: "`poll_time: 100us`", limits: "poll_time: 100us"},
+		{name: "`poll_time: 0`, `--hipri`", flags: "--hipri"},
+		{name: "`poll_time: 100us`, `--hipri`", limits: "poll_time: 100us", flags: "--hipri"},
+	}},
 	{"quota", both("read 4k, 32 deep", false, read("4k", 32)), []variant{
 		{name: "no limit"},
 		{name: "2 CPUs", quota: 200},
