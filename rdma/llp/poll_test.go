@@ -170,7 +170,8 @@ func TestPollerYields(t *testing.T) {
 	for ; turns < 1000; turns++ {
 		runtime.Gosched()
 	}
-	if took := time.Since(began); took > time.Second {
+	// Go preempts a goroutine that does not yield after 10 ms, so the turns would take 10 s.
+	if took := time.Since(began); took > 5*time.Second {
 		t.Errorf("%d turns took %v", turns, took)
 	}
 	peer.Close()
