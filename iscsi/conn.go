@@ -288,7 +288,9 @@ func (c *conn) dropOut() {
 func (c *conn) work() error {
 	c.keepalive()
 	c.waiting.Add(1)
-	c.workers.Add(1)
+	c.mu.Lock()
+	c.workers.Add(1) // with c.mu, because shut may have added the first one
+	c.mu.Unlock()
 	go c.worker()
 	c.reportEnd(c.finish())
 	return c.reason
