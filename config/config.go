@@ -201,8 +201,8 @@ type Limits struct {
 	MaxFPDU            int           `key:"max_fpdu"`                    // bytes of the ULPDU of an FPDU that the target sends
 	LoginTimeout       time.Duration `key:"login_timeout"`               // from accept to the full feature phase
 	NOPInterval        time.Duration `key:"nop_interval"`                // idle time before a NOP-In; 0: no NOP-In
-	PollTime           time.Duration `key:"poll_time"`                   // that a connection polls before it sleeps
 	NOPTimeout         time.Duration `key:"nop_timeout"`                 // time to answer a NOP-In
+	PollTime           time.Duration `key:"poll_time"`                   // that a connection polls before it sleeps
 	OrderTimeout       time.Duration `key:"order_timeout"`               // of a command that stops others and waits for its initiator
 	DataTimeout        time.Duration `key:"data_timeout"`                // of data that the target awaits and of which none comes
 	SendTimeout        time.Duration `key:"send_timeout"`                // of what the target sends and of which nothing is taken
