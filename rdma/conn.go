@@ -88,8 +88,7 @@ type Conn struct {
 	terminateFPDU   []byte // the last FPDU of our direction, a Terminate; or nil
 	terminateReason wire.Reason
 	ended           bool   // our direction of the stream has ended
-	broken          bool   // a write has failed
-	reset           error  // that of a write that has found a TCP reset, or nil
+	broken          error  // of a write that has failed
 	dead            bool   // abandon has been called
 	flushing        bool   // a goroutine is in Flush
 	batches         uint64 // that Flush has sent

@@ -73,7 +73,7 @@ func (c *Conn) State() (State, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	switch {
-	case rx.failed != nil || c.err != nil || c.ending || c.broken || c.closed:
+	case rx.failed != nil || c.err != nil || c.ending || c.broken != nil || c.closed:
 		return State{}, fmt.Errorf("%w: it is ending", ErrNotAtRest)
 	case !idle || c.nreads > 0 || c.flushed.head != nil:
 		return State{}, fmt.Errorf("%w: work requests are not done", ErrNotAtRest)

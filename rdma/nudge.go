@@ -21,7 +21,7 @@ func (c *Conn) nudge() {
 		c.mu.Lock()
 		// A peer that was heard before anything was sent reads what comes later.
 		heard := !c.unheard.Load() && (c.sentUnheard == 0 || c.batches > c.sentUnheard)
-		if heard || c.dead || c.ended || c.terminateFPDU != nil {
+		if heard || c.dead || c.broken != nil || c.ended || c.terminateFPDU != nil {
 			c.mu.Unlock()
 			return
 		}

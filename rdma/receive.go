@@ -2,6 +2,7 @@ package rdma
 
 import (
 	"bytes"
+	"cmp"
 	"errors"
 	"fmt"
 	"io"
@@ -146,18 +147,18 @@ func (c *Conn) drainReads(ev *Event) error {
 func (c *Conn) writeFailed() bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.broken
+	return c.broken != nil
 }
 
 // fail ends the stream because of err. If it is the peer's fault, fail tells the peer.
 func (c *Conn) fail(err error) {
 	rx := &c.rx
 	c.mu.Lock()
-	txErr, closed := c.err, c.closed
+	broken, txErr, closed := c.broken, cmp.Or(c.broken, c.err), c.closed
 	c.mu.Unlock()
 	if err == io.EOF {
-		if reset := c.wasReset(); reset != nil {
-			err, txErr = reset, nil
+		if failed := c.foundByWrite(); failed != nil {
+			err, txErr = failed, nil
 		}
 	}
 	var se *StreamError
@@ -184,7 +185,11 @@ func (c *Conn) fail(err error) {
 		if err == io.EOF {
 			err = llp.ErrTruncated
 		}
-		if txErr != nil && txErr != ErrClosed {
+		switch {
+		case txErr == nil || txErr == ErrClosed:
+		case broken != nil && errors.Is(err, os.ErrDeadlineExceeded): // that of trySend
+			err = broken
+		default:
 			err = errors.Join(err, txErr)
 		}
 		err = &StreamError{Reason: wire.ReasonClosed, Err: err}
@@ -754,7 +759,7 @@ func (c *Conn) answerRead(payload []byte) error {
 		}
 	}
 	c.mu.Lock()
-	over := c.dead || c.ended
+	over := c.dead || c.broken != nil || c.ended
 	if !over {
 		c.due.push(wr)
 	}

@@ -131,7 +131,8 @@ func (s *sender) init() {
 
 // Post appends wr to the send queue, from which Flush sends it. Operations leave in the
 // order of Post. A Read that would exceed ORD holds up what follows it until an earlier
-// Read is answered. After an error wr is not in the queue.
+// Read is answered. After an error wr is not in the queue. After a write to the socket has failed, Post
+// returns no error until Receive has said why the stream ended.
 func (c *Conn) Post(wr *WorkRequest) error {
 	if uint64(wr.size()) > 1<<32-1 {
 		return errTooBig
@@ -192,26 +193,15 @@ func (c *Conn) Flush() {
 		}
 		c.ended = c.ended || last
 		c.mu.Unlock()
-		var err error
 		if batch.head != nil {
-			err = c.send(batch)
-			c.finish(batch, err)
+			c.finish(batch, c.trySend(batch))
 		}
 		c.mu.Lock()
-		c.broken = c.broken || err != nil
-		if errors.Is(err, syscall.ECONNRESET) {
-			c.reset = err
-		}
 		terminate, why := c.terminateFPDU, c.terminateReason
-		if c.broken || !c.peerStarted.Load() {
+		if c.broken != nil || !c.peerStarted.Load() {
 			terminate = nil // the stream has no place for it
 		}
 		c.mu.Unlock()
-		if err != nil {
-			c.abandon(err)
-			// The peer may have sent the reason. Receive may read it, but not wait long.
-			c.SetReceiveDeadline(time.Now().Add(terminateTime))
-		}
 		if last {
 			c.sendEnd(terminate, why)
 		}
@@ -222,14 +212,37 @@ func (c *Conn) Flush() {
 	c.flushing = false
 }
 
-// wasReset returns the error of a write that has found a TCP reset, or nil. The kernel reports a reset once: if a write gets that
-// report, a read finds the end of the stream.
-func (c *Conn) wasReset() error {
+// trySend writes a batch to the socket, unless a write has failed before. Then no later one can succeed, but the peer may have sent why
+// it ended the stream. So Receive says it, and may not wait long. Until then the ULP can post: an error of Post would make it close the
+// Conn, and nobody would learn the peer's reason.
+func (c *Conn) trySend(batch list) error {
+	c.mu.Lock()
+	err := c.broken
+	c.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	if err = c.send(batch); err == nil {
+		return nil
+	}
+	c.mu.Lock()
+	c.broken = err
+	c.mu.Unlock()
+	c.SetReceiveDeadline(time.Now().Add(terminateTime))
+	return err
+}
+
+// foundByWrite returns the error of a write that has found that the connection failed, or nil. The kernel reports that once: if a write
+// gets the report, a read finds the end of the stream. EPIPE is not such an error: a peer that closes both directions causes it.
+func (c *Conn) foundByWrite() error {
 	for range 100 {
 		c.mu.Lock()
-		err, flushing := c.reset, c.flushing
+		err, flushing := c.broken, c.flushing
 		c.mu.Unlock()
-		if err != nil || !flushing || !llp.Closed(c.nc) {
+		switch {
+		case errors.Is(err, syscall.EPIPE):
+			return nil
+		case err != nil || !flushing || !llp.Closed(c.nc):
 			return err
 		}
 		time.Sleep(time.Millisecond) // a write to a socket that is closed returns at once

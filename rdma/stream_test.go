@@ -786,7 +786,8 @@ func TestTerminateOvertakesNothing(t *testing.T) {
 	p.wantTerminate("1100c000 000f c140 deadbeef 0000000000000000")
 }
 
-// After a write that fails, Receive returns the Terminate of the peer and does not wait.
+// After a write that fails, Receive returns the Terminate of the peer and does not wait. Until it has, the ULP can post: it must not take the
+// failed write for the reason.
 func TestWriteError(t *testing.T) {
 	p, c := responder(t, Options{})
 	p.send(send1, "4147 00000000 00000002 00000001 00000000 12050000")
@@ -804,5 +805,24 @@ func TestWriteError(t *testing.T) {
 	if !errors.Is(err, errWriting) {
 		t.Fatal(err)
 	}
-	asFault(t, c.Receive(new(Event)), wire.ReasonTooLong, true)
+	read := &WorkRequest{Op: Read, Data: make([]byte, 1)}
+	for _, wr := range []*WorkRequest{{Op: Write, Data: make([]byte, 1), Done: done}, read} {
+		if err := c.Post(wr); err != nil {
+			t.Fatal(err)
+		}
+	}
+	c.Flush()
+	if err := <-done; !errors.Is(err, errWriting) {
+		t.Fatal(err)
+	}
+	var ev Event
+	if err := c.Receive(&ev); err != nil || ev.Read != read {
+		t.Fatalf("Receive: %v, %+v, want the Read", err, ev)
+	}
+	asFault(t, ev.Err, wire.ReasonTooLong, true)
+	why := c.Receive(&ev)
+	asFault(t, why, wire.ReasonTooLong, true)
+	if err := c.Post(&WorkRequest{Op: Write, Data: make([]byte, 1)}); err != why {
+		t.Errorf("Post: %v, want %v", err, why)
+	}
 }
