@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"maps"
 	"slices"
+	"time"
 )
 
 // An AccessState is an asymmetric access state of a target port group (SPC-4, section 5.11.2).
@@ -66,6 +67,7 @@ func reportPortGroups(u *Unit, c *Command) bool {
 	if c.CDB[1]&formatMask == formatExtended {
 		b = append(b, formatExtended>>1, 0, 0, 0) // RETURN DATA FORMAT 001b, no transitions
 	}
+	u.awaitAccess(c)
 	var set portGroups
 	if g := u.access.Load(); g != nil {
 		set = *g
@@ -152,10 +154,31 @@ func (g portGroups) entries() []portGroupEntry {
 }
 
 // SetAccess sets the states of target port groups, by tag, of a unit with Options.ImplicitAccess; others are
-// active/optimized. It notifies the initiators if that is news.
-func (u *Unit) SetAccess(states map[uint16]AccessState) {
+// active/optimized. It notifies the initiators if that is news. Until settles, unless that is the zero time or another SetAccess comes,
+// other states are expected, and REPORT TARGET PORT GROUPS waits for them.
+func (u *Unit) SetAccess(states map[uint16]AccessState, settles time.Time) {
 	next := portGroups(maps.Clone(states))
 	if old := u.access.Swap(&next); old == nil || !maps.Equal(*old, next) {
 		u.raise(condAccessChanged, nil)
 	}
+	if settles.IsZero() {
+		u.settles.Store(nil)
+	} else {
+		u.settles.Store(&settles)
+	}
 }
+
+// awaitAccess waits for the states that SetAccess has announced. An initiator that got the present ones would give up the path that is
+// about to be active: Linux does not use one whose group was reported as standby last.
+func (u *Unit) awaitAccess(c *Command) {
+	for {
+		settles := u.settles.Load()
+		if settles == nil || time.Now().After(*settles) || c.aborted() {
+			return
+		}
+		time.Sleep(accessPoll)
+	}
+}
+
+// accessPoll is how often awaitAccess looks.
+const accessPoll = 2 * time.Millisecond

@@ -11,6 +11,7 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/backend/checked"
@@ -96,6 +97,7 @@ type Unit struct {
 	modeChanged   bool                             // the mode parameters, or the WP bit, differ from those of the predecessor
 	known         *knownSettings                   // of Options.Settings that gateways share: what initiators know; nil: nothing else
 	access        atomic.Pointer[portGroups]       // nil: no state was set
+	settles       atomic.Pointer[time.Time]        // when states that SetAccess has announced should have come; nil: it has announced none
 	clock         atomic.Pointer[deviceClock]      // nil: that of the machine
 	identifying   atomic.Pointer[identifyingEntry] // nil: none
 	logBases      atomic.Pointer[logBases]         // nil: LOG SELECT has reset nothing

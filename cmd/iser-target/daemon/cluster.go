@@ -55,6 +55,8 @@ type group struct {
 	done         sync.WaitGroup
 	news         chan struct{} // has room for one: owners or gateways may have changed
 
+	telling sync.Mutex // held by tellAccess, and not acquired with mu
+
 	mu     sync.Mutex // guards the fields below; not held during a call of a store or of the home
 	gw     *owner.Gateway
 	luns   map[string]*sharedLUN          // by the serial of the identity
@@ -385,7 +387,8 @@ func (g *group) makeUnit(l *sharedLUN, info backend.Info, id state.Identity) (*l
 	if err != nil {
 		return nil, err
 	}
-	unit.SetAccess(g.access(id.Serial, l))
+	states, settles := g.access(id.Serial, l)
+	unit.SetAccess(states, settles)
 	if l.medium != nil {
 		if err := unit.ResumeSanitize(g.ctx); err != nil { // it does not wait: the unit is new
 			return nil, err
@@ -605,10 +608,11 @@ func (g *group) changed(serial string, serves bool, reason error) {
 	g.mu.Lock()
 	l := g.luns[serial]
 	g.mu.Unlock()
-	g.nudge()
 	if l == nil {
 		return
 	}
+	g.tellAccess(serial, l) // before the others know: an initiator whose path they end tries this one next
+	g.nudge()
 	log := g.d.log.With(eventKey, "cluster", "target", l.target, "lun", l.cfg.ID)
 	switch {
 	case serves:
@@ -631,6 +635,7 @@ func (g *group) follow() {
 		case <-g.news:
 		case <-tick.C:
 		}
+		g.tellAccesses() // first: what follows may wait for a change of the configuration
 		var own map[string][]uint16
 		var ports []portalNote
 		shared := map[string]bool{} // targets
@@ -650,19 +655,6 @@ func (g *group) follow() {
 		gw := g.gw
 		gw.SetNote(g.note())
 		conflict := g.learnTags(g.gw.Members(), time.Now())
-		type news struct {
-			states map[uint16]lun.AccessState
-			store  *gated.Store
-			away   bool
-		}
-		units := map[*lun.Unit]news{}
-		for serial, l := range g.luns {
-			if l.unit != nil {
-				states := g.access(serial, l)
-				server := gw.Server(serial)
-				units[l.unit] = news{states, l.store, server != "" && server != g.c.Name}
-			}
-		}
 		g.mu.Unlock()
 		if conflict != told && conflict != "" {
 			g.d.log.Error("gateways share portal groups", eventKey, "cluster", "reason", conflict)
@@ -676,16 +668,38 @@ func (g *group) follow() {
 				}
 			}
 		})
-		for u, n := range units {
-			u.SetAccess(n.states)
-		}
-		g.mu.Lock() // after that, so that commands that wait learn the state
-		if g.gw == gw {
-			for _, n := range units {
-				n.store.SetAway(n.away)
-			}
-		}
+		g.tellAccesses()
+	}
+}
+
+// tellAccesses does what tellAccess does for all LUNs.
+func (g *group) tellAccesses() {
+	g.mu.Lock()
+	luns := maps.Clone(g.luns)
+	g.mu.Unlock()
+	for serial, l := range luns {
+		g.tellAccess(serial, l)
+	}
+}
+
+// tellAccess notifies the initiators through which target ports l is served, if that has changed, and the commands that wait for its store.
+func (g *group) tellAccess(serial string, l *sharedLUN) {
+	g.telling.Lock()
+	defer g.telling.Unlock()
+	g.mu.Lock()
+	gw, unit, store := g.gw, l.unit, l.store
+	if gw == nil || unit == nil {
 		g.mu.Unlock()
+		return
+	}
+	states, settles := g.access(serial, l)
+	server := gw.Server(serial)
+	g.mu.Unlock()
+	unit.SetAccess(states, settles)
+	g.mu.Lock() // after that, so that commands that wait learn the state
+	defer g.mu.Unlock()
+	if g.gw == gw {
+		store.SetAway(server != "" && server != g.c.Name)
 	}
 }
 
@@ -782,12 +796,14 @@ func (d *Daemon) setPorts(t *servedTarget, own []uint16) {
 	t.inventory.SetPorts(own, others)
 }
 
-// access returns the states of all portal groups that lead to l. While nobody serves it, they stay as they were for a moment: then commands
+// access returns the states of all portal groups that lead to l. While nobody serves it, they stay as they were for a moment, until settles: then commands
 // wait in the store, and initiators need not ask again and again. g.mu is held.
-func (g *group) access(serial string, l *sharedLUN) map[uint16]lun.AccessState {
+func (g *group) access(serial string, l *sharedLUN) (states map[uint16]lun.AccessState, settles time.Time) {
 	server := ""
-	if g.gw != nil {
-		if server = g.gw.Server(serial); server == g.c.Name && !l.gate.Admits() {
+	if l.gate.Admits() {
+		server = g.c.Name // which the others learn next
+	} else if g.gw != nil {
+		if server = g.gw.Server(serial); server == g.c.Name {
 			server = ""
 		}
 	}
@@ -796,10 +812,13 @@ func (g *group) access(serial string, l *sharedLUN) map[uint16]lun.AccessState {
 		l.server, l.since = server, time.Time{}
 	case l.since.IsZero():
 		l.since = time.Now()
+		settles = l.since.Add(patience)
 	case time.Since(l.since) > patience:
 		l.server = ""
+	default:
+		settles = l.since.Add(patience)
 	}
-	states := map[uint16]lun.AccessState{}
+	states = map[uint16]lun.AccessState{}
 	note := func(gateway string, tags []uint16) {
 		at := lun.Transitioning
 		switch l.server {
@@ -816,13 +835,11 @@ func (g *group) access(serial string, l *sharedLUN) map[uint16]lun.AccessState {
 	for name, a := range g.absent { // first: another gateway may have the tag by now
 		note(name, a.Tags[l.target])
 	}
-	if g.gw != nil {
-		for _, m := range g.gw.Members() {
-			note(m.Name, noteOf(m).Tags[l.target])
-		}
+	for name, tags := range g.there {
+		note(name, tags[l.target])
 	}
 	note(g.c.Name, g.own[l.target])
-	return states
+	return states, settles
 }
 
 // patience is how long the states of portal groups stay as they were while nobody serves a LUN.

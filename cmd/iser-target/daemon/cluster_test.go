@@ -140,6 +140,7 @@ func waitFor(t *testing.T, want map[int]int, sessions ...*initiator.Session) {
 			attentions(t, s, 1)
 			return fmt.Sprint(portGroupStates(t, s, 1)) == fmt.Sprint(want)
 		})
+		attentions(t, s, 1) // of a change for which the last command has waited
 	}
 }
 
@@ -228,6 +229,72 @@ func TestCluster(t *testing.T) {
 		}
 	}
 	testErase(t, b, member)
+}
+
+// An initiator whose command finds its path in standby after a hand-over tries the other one. REPORT TARGET PORT GROUPS there must not have the states
+// from before, not even while a change of the configuration is under way: Linux would give up that path, too, until multipathd has looked at it.
+func TestPathsOfHandOver(t *testing.T) {
+	member := etcdserver.Start(t, 1)[0]
+	disk := newSharedDisk(t)
+	slowly := func(c *config.LUN) (backend.Store, error) {
+		time.Sleep(100 * time.Millisecond)
+		return disk.openFor(c)
+	}
+	a, _ := newGateway(t, "a", 1, member, slowly)
+	b, _ := newGateway(t, "b", 2, member, slowly)
+	testkit.Eventually(t, "both gateways know the other", func() bool {
+		ca, errA := a.Cluster()
+		cb, errB := b.Cluster()
+		return errA == nil && errB == nil && len(ca.Gateways) == 2 && len(cb.Gateways) == 2
+	})
+	sa, sb := a.login("host", store), b.login("host", store)
+	if err := a.HandOver(t.Context(), store, 1, "a"); err != nil {
+		t.Fatal(err)
+	}
+	waitFor(t, map[int]int{1: 0, 2: 2}, sa, sb)
+	write := func(s *initiator.Session) string {
+		for {
+			if got := do(t, s, &initiator.Command{LUN: 1, CDB: cdb.Write16(8, 1), Out: make([]byte, 512)}); !strings.HasPrefix(got, "6/") {
+				return got
+			}
+		}
+	}
+	for _, to := range []struct {
+		gateway  string
+		from, to *lab
+		old, new *initiator.Session
+		states   map[int]int
+	}{
+		{"b", a, b, sa, sb, map[int]int{1: 2, 2: 0}}, {"a", b, a, sb, sa, map[int]int{1: 0, 2: 2}},
+	} {
+		begun, checked, changed := make(chan bool), make(chan bool), make(chan bool)
+		go to.to.locked(func() {
+			close(begun)
+			<-checked
+			close(changed)
+		})
+		<-begun
+		moved := make(chan error, 1)
+		go func() { moved <- to.from.HandOver(t.Context(), store, 1, to.gateway) }()
+		got := ""
+		for got == "" {
+			got = write(to.old)
+		}
+		if got != "2/04/0b" {
+			t.Errorf("to %s: WRITE through the old path: %s", to.gateway, got)
+		}
+		if states := portGroupStates(t, to.new, 1); fmt.Sprint(states) != fmt.Sprint(to.states) {
+			t.Errorf("to %s: the new path reports %v, want %v", to.gateway, states, to.states)
+		}
+		close(checked)
+		<-changed
+		if got := write(to.new); got != "" {
+			t.Errorf("to %s: WRITE through the new path: %s", to.gateway, got)
+		}
+		if err := <-moved; err != nil {
+			t.Fatal(err)
+		}
+	}
 }
 
 // testErase checks what stays in etcd after the last gateway has deleted LUN 1: what the state directory keeps of an own LUN.
