@@ -332,7 +332,7 @@ func (n *neighbor) end(t *testing.T) {
 
 // A hung cluster costs its LUN only. The target keeps answering for its other LUNs, to the initiator that works on Ceph, too, and to the operator. Of the LUN
 // on Ceph, commands in progress wait, others get BUSY after store_timeout, and TEST UNIT READY is NOT READY. When the cluster is back, commands continue, and
-// what was acknowledged is there. A target that starts meanwhile serves its other LUNs at once, and one that ends is not held up.
+// what was acknowledged is there. A target that starts meanwhile serves its other LUNs after 15 s at most, and one that ends is not held up.
 func TestHungCluster(t *testing.T) {
 	c := newCluster(t, cephcluster.Options{OSDs: 1, Copies: 1, GiB: 4})
 	g := newGateway(t, c.image(t, "hung", "16M"))
@@ -415,6 +415,7 @@ func TestHungCluster(t *testing.T) {
 		return l.State == schema.NotReady && strings.Contains(l.Reason, "has not answered in time")
 	})
 	t.Logf("after %v: %s", time.Since(begun).Round(time.Second), g.lun(t).Reason)
+	testkit.Eventually(t, "the neighbor has answers", func() bool { return n.done[fileLUN].Load() > 100 && n.done[memoryLUN].Load() > 100 }) // the reason may have been known at once
 	n.lap(t, "after a start with a hung cluster")
 	thaw()
 	g.ready(t)
