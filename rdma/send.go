@@ -216,13 +216,11 @@ func (c *Conn) Flush() {
 // it ended the stream. So Receive says it, and may not wait long. Until then the ULP can post: an error of Post would make it close the
 // Conn, and nobody would learn the peer's reason.
 func (c *Conn) trySend(batch list) error {
-	c.mu.Lock()
-	err := c.broken
-	c.mu.Unlock()
-	if err != nil {
-		return err
+	if c.broken != nil { // without mu: only the goroutine in Flush changes it
+		return c.broken
 	}
-	if err = c.send(batch); err == nil {
+	err := c.send(batch)
+	if err == nil {
 		return nil
 	}
 	c.mu.Lock()

@@ -54,6 +54,7 @@ type group struct {
 	recorded     chan struct{}      // closed when the file of the leases is as it stays; nil: nobody writes it
 	done         sync.WaitGroup
 	news         chan struct{} // has room for one: owners or gateways may have changed
+	moves        chan struct{} // the same, for followMoves
 
 	telling sync.Mutex // held by tellAccess, and not acquired with mu
 
@@ -181,7 +182,7 @@ func (d *Daemon) openGroup(cfg *config.Config) error {
 		}
 		home = watchedHome{home, w}
 	}
-	g := &group{d: d, c: cfg.Cluster, home: home, news: make(chan struct{}, 1), luns: map[string]*sharedLUN{}, media: map[string]noted{},
+	g := &group{d: d, c: cfg.Cluster, home: home, news: make(chan struct{}, 1), moves: make(chan struct{}, 1), luns: map[string]*sharedLUN{}, media: map[string]noted{},
 		others: map[string][]uint16{}, there: map[string]map[string][]uint16{}, absent: map[string]absentNote{}, wake: make(chan struct{})}
 	g.reservations, err = lun.NewSharedReservations(lun.SharedOptions{Home: home, Gateway: cfg.Cluster.Name, TTL: cfg.Cluster.Lease, Limit: d.net.limits.StateTimeout.Time})
 	if err != nil {
@@ -464,6 +465,7 @@ func (g *group) join() error {
 		}
 	}
 	g.done.Go(g.follow)
+	g.done.Go(g.followMoves)
 	return nil
 }
 
@@ -595,11 +597,13 @@ func (g *group) close() error {
 	return errors.Join(err, g.kept.Load().close()) // after that: no change is under way any longer
 }
 
-// nudge wakes follow. It does not wait.
+// nudge wakes follow and followMoves. It does not wait.
 func (g *group) nudge() {
-	select {
-	case g.news <- struct{}{}:
-	default:
+	for _, c := range [...]chan struct{}{g.news, g.moves} {
+		select {
+		case c <- struct{}{}:
+		default:
+		}
 	}
 }
 
@@ -624,9 +628,31 @@ func (g *group) changed(serial string, serves bool, reason error) {
 	}
 }
 
-// follow notifies the initiators through which target ports the LUNs are served, whenever that has changed, until the group is closed.
+// followMoves notifies the initiators through which target ports the LUNs are served, whenever that has changed, until the group is closed. Unlike
+// follow it does not wait for a change of the configuration.
+func (g *group) followMoves() {
+	tick := time.NewTicker(time.Second) // the lease may be late
+	defer tick.Stop()
+	for {
+		select {
+		case <-g.ctx.Done():
+			return
+		case <-g.moves:
+		case <-tick.C:
+		}
+		g.mu.Lock()
+		left := g.gw == nil
+		g.mu.Unlock()
+		if left {
+			return
+		}
+		g.tellAccesses()
+	}
+}
+
+// follow notifies the other gateways of what leads to this one, and the initiators of what leads to the others, whenever that has changed, until the group is closed.
 func (g *group) follow() {
-	told, tick := "", time.NewTicker(time.Second) // the configuration may have changed, and the lease may be late
+	told, tick := "", time.NewTicker(time.Second) // the configuration may have changed
 	defer tick.Stop()
 	for {
 		select {
@@ -635,7 +661,6 @@ func (g *group) follow() {
 		case <-g.news:
 		case <-tick.C:
 		}
-		g.tellAccesses() // first: what follows may wait for a change of the configuration
 		var own map[string][]uint16
 		var ports []portalNote
 		shared := map[string]bool{} // targets

@@ -236,12 +236,15 @@ func TestCluster(t *testing.T) {
 func TestPathsOfHandOver(t *testing.T) {
 	member := etcdserver.Start(t, 1)[0]
 	disk := newSharedDisk(t)
-	slowly := func(c *config.LUN) (backend.Store, error) {
-		time.Sleep(100 * time.Millisecond)
+	var opens atomic.Pointer[chan bool]
+	open := func(c *config.LUN) (backend.Store, error) {
+		if wait := opens.Load(); wait != nil {
+			<-*wait
+		}
 		return disk.openFor(c)
 	}
-	a, _ := newGateway(t, "a", 1, member, slowly)
-	b, _ := newGateway(t, "b", 2, member, slowly)
+	a, _ := newGateway(t, "a", 1, member, open)
+	b, _ := newGateway(t, "b", 2, member, open)
 	testkit.Eventually(t, "both gateways know the other", func() bool {
 		ca, errA := a.Cluster()
 		cb, errB := b.Cluster()
@@ -274,17 +277,40 @@ func TestPathsOfHandOver(t *testing.T) {
 			close(changed)
 		})
 		<-begun
-		moved := make(chan error, 1)
+		opened := make(chan bool)
+		opens.Store(&opened)
+		moved, written, reported := make(chan error, 1), make(chan string, 1), make(chan map[int]int, 1)
 		go func() { moved <- to.from.HandOver(t.Context(), store, 1, to.gateway) }()
-		got := ""
-		for got == "" {
-			got = write(to.old)
+		testkit.Eventually(t, "the other gateway is the owner", func() bool {
+			c, err := to.from.Cluster()
+			return err == nil && c.LUNs[0].Owner == to.gateway
+		})
+		time.Sleep(100 * time.Millisecond) // it has heard that nobody serves the LUN
+		go func() {
+			got := ""
+			for got == "" {
+				got = write(to.old)
+			}
+			written <- got
+		}()
+		go func() { reported <- portGroupStates(t, to.new, 1) }()
+		select {
+		case got := <-written:
+			t.Errorf("to %s: WRITE through the old path does not wait: %s", to.gateway, got)
+			written <- got
+		case states := <-reported:
+			t.Errorf("to %s: the new path does not wait and reports %v", to.gateway, states)
+			reported <- to.states
+		case <-time.After(100 * time.Millisecond):
 		}
-		if got != "2/04/0b" {
+		close(opened)
+		if got := <-written; got != "2/04/0b" {
 			t.Errorf("to %s: WRITE through the old path: %s", to.gateway, got)
 		}
-		if states := portGroupStates(t, to.new, 1); fmt.Sprint(states) != fmt.Sprint(to.states) {
-			t.Errorf("to %s: the new path reports %v, want %v", to.gateway, states, to.states)
+		for _, states := range []map[int]int{<-reported, portGroupStates(t, to.new, 1)} {
+			if fmt.Sprint(states) != fmt.Sprint(to.states) {
+				t.Errorf("to %s: the new path reports %v, want %v", to.gateway, states, to.states)
+			}
 		}
 		close(checked)
 		<-changed
