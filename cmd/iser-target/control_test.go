@@ -762,6 +762,9 @@ func TestFollowedEventsAreInOrder(t *testing.T) {
 		t.Fatal(err)
 	}
 	s.wait(t, `(msg=stopped)`)
+	if err := s.cmd.Wait(); err != nil {
+		t.Fatal(err)
+	}
 	if _, err := os.Lstat(s.socket); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("the socket is still there: %v", err)
 	}
