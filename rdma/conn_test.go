@@ -218,8 +218,11 @@ func TestUnread(t *testing.T) {
 			post(t, r, &WorkRequest{Op: Read, Data: make([]byte, n), STag: stag})
 		}
 		for _, n := range []int{0, 76, 8193, 70000, 1} {
-			post(t, i, &WorkRequest{Op: Send, Data: random(n)})
+			if err := i.Post(&WorkRequest{Op: Send, Data: random(n)}); err != nil {
+				t.Fatal(err)
+			}
 		}
+		i.Flush() // of all, so that short ones come together
 		for range 8 {
 			if err := r.Receive(&ev); err != nil || ev.Err != nil {
 				t.Fatal(err, ev.Err)
@@ -239,7 +242,7 @@ func TestUnread(t *testing.T) {
 			t.Errorf("byte %d is no beginning", at)
 		}
 	}
-	if len(w.Begins) < rounds || w.Ahead < rounds || w.Later < rounds {
+	if len(w.Begins) < rounds || w.Ahead < rounds/2 || w.Later < rounds {
 		t.Errorf("%d beginnings, %d with bytes unread, %d with a rest", len(w.Begins), w.Ahead, w.Later)
 	}
 
