@@ -131,8 +131,8 @@ func (s *sender) init() {
 
 // Post appends wr to the send queue, from which Flush sends it. Operations leave in the
 // order of Post. A Read that would exceed ORD holds up what follows it until an earlier
-// Read is answered. After an error wr is not in the queue. After a write to the socket has failed, Post
-// returns no error until Receive has said why the stream ended.
+// Read is answered. After an error wr is not in the queue. Post does not
+// report that a write to the socket has failed: Done does, and Receive returns why the stream ended.
 func (c *Conn) Post(wr *WorkRequest) error {
 	if uint64(wr.size()) > 1<<32-1 {
 		return errTooBig

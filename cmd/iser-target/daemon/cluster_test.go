@@ -232,7 +232,8 @@ func TestCluster(t *testing.T) {
 }
 
 // An initiator whose command finds its path in standby after a hand-over tries the other one. REPORT TARGET PORT GROUPS there must not have the states
-// from before, not even while a change of the configuration is under way: Linux would give up that path, too, until multipathd has looked at it.
+// from before, not even while a change of the configuration is under way: Linux would give up that path, too, until multipathd has looked at it. While it waits,
+// the gateway's own LUN is served, to that session and to others.
 func TestPathsOfHandOver(t *testing.T) {
 	member := etcdserver.Start(t, 1)[0]
 	disk := newSharedDisk(t)
@@ -255,6 +256,7 @@ func TestPathsOfHandOver(t *testing.T) {
 		t.Fatal(err)
 	}
 	waitFor(t, map[int]int{1: 0, 2: 2}, sa, sb)
+	neighbors := map[*lab]*initiator.Session{a: a.login("neighbor", store), b: b.login("neighbor", store)}
 	write := func(s *initiator.Session) string {
 		for {
 			if got := do(t, s, &initiator.Command{LUN: 1, CDB: cdb.Write16(8, 1), Out: make([]byte, 512)}); !strings.HasPrefix(got, "6/") {
@@ -279,6 +281,9 @@ func TestPathsOfHandOver(t *testing.T) {
 		<-begun
 		opened := make(chan bool)
 		opens.Store(&opened)
+		endChange, letOpen := sync.OnceFunc(func() { close(checked) }), sync.OnceFunc(func() { close(opened) })
+		t.Cleanup(endChange) // if the test fails, the gateways can end
+		t.Cleanup(letOpen)
 		moved, written, reported := make(chan error, 1), make(chan string, 1), make(chan map[int]int, 1)
 		go func() { moved <- to.from.HandOver(t.Context(), store, 1, to.gateway) }()
 		testkit.Eventually(t, "the other gateway is the owner", func() bool {
@@ -303,7 +308,16 @@ func TestPathsOfHandOver(t *testing.T) {
 			reported <- to.states
 		case <-time.After(100 * time.Millisecond):
 		}
-		close(opened)
+		for what, s := range map[string]*initiator.Session{"the session": to.new, "another session": neighbors[to.to]} {
+			began := time.Now()
+			if got := attentions(t, s, 0); strings.HasPrefix(got, "2/") {
+				t.Errorf("to %s: LUN 0 through %s: %s", to.gateway, what, got)
+			}
+			if got := do(t, s, &initiator.Command{CDB: cdb.Write16(0, 1), Out: make([]byte, 512)}); got != "" || time.Since(began) > time.Second {
+				t.Errorf("to %s: WRITE to LUN 0 through %s, while its LUN 1 moves: %s after %v", to.gateway, what, got, time.Since(began))
+			}
+		}
+		letOpen()
 		if got := <-written; got != "2/04/0b" {
 			t.Errorf("to %s: WRITE through the old path: %s", to.gateway, got)
 		}
@@ -312,7 +326,7 @@ func TestPathsOfHandOver(t *testing.T) {
 				t.Errorf("to %s: the new path reports %v, want %v", to.gateway, states, to.states)
 			}
 		}
-		close(checked)
+		endChange()
 		<-changed
 		if got := write(to.new); got != "" {
 			t.Errorf("to %s: WRITE through the new path: %s", to.gateway, got)
