@@ -62,14 +62,20 @@ missing_packages() {
 	done
 }
 
-# newest_kernel prints package and version of the newest linux-image-6.1 that
-# apt knows, or nothing where apt has no lists.
+# newest_kernel prints package and version of the newest linux-image-6.1 whose
+# headers and source apt knows as well, or nothing where apt has no lists.
 newest_kernel() {
-	local image
-	image=$(apt-cache pkgnames linux-image-6.1. |
-		grep -xE 'linux-image-6\.1\.[0-9]+-[0-9]+-amd64' | sort -V | tail -n 1) || true
-	[ -n "$image" ] || return 0
-	apt-cache policy "$image" | awk -v p="$image" '$1 == "Candidate:" && $2 != "(none)" { print p, $2 }'
+	local image release version
+	for image in $(apt-cache pkgnames linux-image-6.1. |
+		grep -xE 'linux-image-6\.1\.[0-9]+-[0-9]+-amd64' | sort -rV); do
+		release=${image#linux-image-}
+		version=$(apt-cache policy "$image" | awk '$1 == "Candidate:" && $2 != "(none)" { print $2 }')
+		if [ -n "$version" ] && apt-cache show "linux-headers-$release=$version" \
+			"linux-headers-${release%-amd64}-common=$version" "linux-source-6.1=$version" >/dev/null 2>&1; then
+			printf '%s %s\n' "$image" "$version"
+			return
+		fi
+	done
 }
 
 # name_of prints the directory name for kernel package $1, version $2: it
@@ -183,7 +189,7 @@ fi
 step="looking for a kernel in apt's lists"
 read -r image version < <(newest_kernel) || true
 if [ -z "${image:-}" ]; then
-	say "apt knows no linux-image-6.1.*-amd64; Debian 12 with its security updates is needed" >&2
+	say "apt knows no linux-image-6.1.*-amd64 with its headers and source; Debian 12 with its security updates is needed" >&2
 	exit 1
 fi
 release=${image#linux-image-} # 6.1.0-56-amd64, as uname -r
@@ -192,7 +198,9 @@ name=$(name_of "$image" "$version")
 out=$build/out
 mkdir "$out"
 
-# The headers and the source must be those of the image, to the letter.
+# The headers and the source must be those of the image, to the letter. The tools of
+# linux-kbuild may be newer, as the headers' dependency on them says: Debian publishes
+# those of the next version before its image is signed.
 step="downloading $image $version, its headers and its source"
 say "$step"
 cd "$build"
@@ -200,7 +208,7 @@ apt download golang-github-containers-common \
 	"$image=$version" \
 	"linux-headers-$release=$version" \
 	"linux-headers-$abi-common=$version" \
-	"linux-kbuild-6.1=$version" \
+	linux-kbuild-6.1 \
 	"linux-source-6.1=$version"
 
 step="unpacking $image"
