@@ -1,6 +1,7 @@
 package llp
 
 import (
+	"io"
 	"net"
 	"sync"
 	"sync/atomic"
@@ -30,7 +31,7 @@ type Gather struct {
 	// than Room has promised.
 	Slab []byte
 
-	nc    net.Conn
+	nc    io.Writer
 	vec   buffersWriter // nc, or nil if it does not implement that
 	chunk int           // Slab[chunk:] is not in iov yet
 	long  int           // bytes of data in iov
@@ -38,13 +39,12 @@ type Gather struct {
 	kept  atomic.Bool   // Keep was called
 	lent  *firstMemory  // what Slab and iov are, to be given back; or nil
 	iov   [][]byte      // parts of Slab and data, in the order of the stream
-	bufs  net.Buffers   // iov while it is written
+	bufs  net.Buffers   // iov while it is written without vec
 }
 
-// A buffersWriter is a net.Conn that wraps a socket and forwards to its writev.
-// net.Buffers itself uses writev for the sockets of package net only.
+// A buffersWriter is a Socket, or a net.Conn that wraps one and forwards to its WriteBuffers.
 type buffersWriter interface {
-	WriteBuffers(*net.Buffers) (int64, error)
+	WriteBuffers(b [][]byte) (int64, error)
 }
 
 // firstMemory is the first memory of a Gather.
@@ -77,7 +77,10 @@ func (g *Gather) Release() {
 // SetConn sets what Flush writes to.
 func (g *Gather) SetConn(nc net.Conn) {
 	g.nc = nc
-	g.vec, _ = nc.(buffersWriter)
+	if tcp, ok := nc.(*net.TCPConn); ok {
+		g.nc = NewSocket(tcp)
+	}
+	g.vec, _ = g.nc.(buffersWriter)
 }
 
 // Room reports whether n bytes and one call of Refer fit before a Flush.
@@ -115,10 +118,10 @@ func (g *Gather) Flush() error {
 	case 1:
 		_, err = g.nc.Write(g.iov[0])
 	default:
-		g.bufs = g.iov
 		if g.vec != nil {
-			_, err = g.vec.WriteBuffers(&g.bufs)
+			_, err = g.vec.WriteBuffers(g.iov)
 		} else {
+			g.bufs = g.iov
 			_, err = g.bufs.WriteTo(g.nc)
 		}
 		clear(g.iov) // do not keep the data alive

@@ -3,6 +3,7 @@ package llp
 import (
 	"bytes"
 	"errors"
+	"fmt"
 	"io"
 	"math"
 	"net"
@@ -257,8 +258,8 @@ func TestTaken(t *testing.T) {
 	}
 }
 
-// A Scatter fills both places with one call, and fails as the Read of the socket does.
-func TestScatter(t *testing.T) {
+// A Socket fills two places with one call, and fails as the Read of the connection does.
+func TestSocketReads(t *testing.T) {
 	a, b := testkit.Pair(t)
 	read := BuffersReader(a)
 	if read == nil || BuffersReader(struct{ net.Conn }{a}) != nil {
@@ -310,6 +311,83 @@ func TestScatter(t *testing.T) {
 	if _, err := read(p, q); !errors.Is(err, syscall.ECONNRESET) {
 		t.Errorf("after a reset the error is %v", err)
 	}
+}
+
+// A Socket writes all that it is given, in order, even what the peer takes late, and fails as the Write of the connection does.
+func TestSocketWrites(t *testing.T) {
+	a, b := testkit.Pair(t)
+	s := NewSocket(a)
+	want := stream(8 << 20)
+	var parts [][]byte
+	for rest, n := want, 0; len(rest) > 0; n = (n + 7919) % 20011 { // some parts are empty
+		k := min(n, len(rest))
+		parts, rest = append(parts, rest[:k]), rest[k:]
+	}
+	sent := make(chan error, 1)
+	go func() {
+		n, err := s.WriteBuffers(parts)
+		if err == nil && n != int64(len(want)) {
+			err = fmt.Errorf("%d bytes written", n)
+		}
+		sent <- errors.Join(err, func() error { _, err := s.Write(want[:100]); return err }())
+	}()
+	select {
+	case err := <-sent:
+		t.Fatalf("all is written although nobody reads: %v", err)
+	case <-time.After(50 * time.Millisecond):
+	}
+	got := make([]byte, len(want)+100)
+	if _, err := io.ReadFull(b, got); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-sent; err != nil {
+		t.Fatal(err)
+	}
+	if !bytes.Equal(got, append(want, want[:100]...)) {
+		t.Error("other bytes came")
+	}
+	if n := testing.AllocsPerRun(100, func() {
+		s.WriteBuffers(parts[1:4])
+		s.Write(want[:100])
+		io.ReadFull(b, got[:100+size(parts[1:4])])
+	}); n != 0 {
+		t.Errorf("%v allocations", n)
+	}
+	fails := func(is error) {
+		t.Helper()
+		_, want := a.Write(got)
+		if n, err := s.Write(got); n != 0 || !errors.Is(err, is) || want == nil || err.Error() != want.Error() {
+			t.Errorf("%d bytes, the error is %v, that of Write %v", n, err, want)
+		}
+		if _, err := s.WriteBuffers(parts); !errors.Is(err, is) {
+			t.Errorf("the error is %v", err)
+		}
+	}
+	a.SetWriteDeadline(time.Unix(1, 0))
+	fails(os.ErrDeadlineExceeded)
+	a.SetWriteDeadline(time.Time{})
+	a.CloseWrite()
+	fails(syscall.EPIPE)
+	a.Close()
+	fails(net.ErrClosed)
+
+	a, b = testkit.Pair(t)
+	s = NewSocket(a)
+	b.(*net.TCPConn).SetLinger(0)
+	go func() {
+		time.Sleep(20 * time.Millisecond)
+		b.Close()
+	}()
+	if _, err := s.WriteBuffers(parts); !errors.Is(err, syscall.ECONNRESET) { // it waits for room, and the peer resets the connection
+		t.Errorf("after a reset the error is %v", err)
+	}
+}
+
+func size(parts [][]byte) (n int) {
+	for _, p := range parts {
+		n += len(p)
+	}
+	return n
 }
 
 // Read brings the header of the next message, so that a stream of messages costs one system call for each.

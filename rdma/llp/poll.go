@@ -1,14 +1,9 @@
 package llp
 
 import (
-	"io"
-	"net"
-	"os"
 	"runtime"
 	"sync/atomic"
-	"syscall"
 	"time"
-	"unsafe"
 
 	"golang.org/x/sys/unix"
 )
@@ -36,38 +31,23 @@ func (p *Polling) SetTime(d time.Duration) { p.time.Store(int64(d)) }
 // Counts returns how often data came while a connection polled, and how often the time passed before.
 func (p *Polling) Counts() (found, missed uint64) { return p.found.Load(), p.missed.Load() }
 
-// Reader returns a Poller for nc, or nil if nc is closed.
-func (p *Polling) Reader(nc *net.TCPConn) *Poller {
-	raw, err := nc.SyscallConn()
-	if err != nil {
-		return nil
-	}
-	r := &Poller{p: p, nc: nc, raw: raw}
-	r.try = r.readNow
-	return r
-}
+// Reader returns a Poller for s.
+func (p *Polling) Reader(s *Socket) *Poller { return &Poller{p: p, s: s} }
 
-// A Poller reads from a TCP connection. It polls if the data before came within the time of its Polling, so an idle connection does
+// A Poller reads from a Socket. It polls if the data before came within the time of its Polling, so an idle connection does
 // not. It belongs to one goroutine at a time.
 type Poller struct {
 	p      *Polling
-	nc     *net.TCPConn
-	raw    syscall.RawConn
-	try    func(fd uintptr) bool // readNow, once, so that Read allocates nothing
-	soon   bool                  // the last data came within the time
+	s      *Socket
+	soon   bool // the last data came within the time
 	rested time.Time
-
-	// Of one Read:
-	to  []byte
-	n   int
-	err syscall.Errno
 }
 
-// Read does what that of a net.TCPConn does.
+// Read implements io.Reader.
 func (r *Poller) Read(b []byte) (int, error) {
 	limit := time.Duration(r.p.time.Load())
 	if limit <= 0 || len(b) == 0 {
-		return r.nc.Read(b)
+		return r.s.Read(b)
 	}
 	began := time.Now()
 	if r.soon && !r.rests(began) {
@@ -75,7 +55,7 @@ func (r *Poller) Read(b []byte) (int, error) {
 			return n, err
 		}
 	}
-	n, err := r.nc.Read(b)
+	n, err := r.s.Read(b)
 	r.soon = time.Since(began) < limit
 	return n, err
 }
@@ -100,12 +80,11 @@ func (p *Polling) enter() bool {
 
 // poll reads what has come already, or comes until limit after began. It returns false if that is nothing, or if there is no place.
 func (r *Poller) poll(b []byte, began time.Time, limit time.Duration) (n int, err error, ended bool) {
-	r.to = b
-	n, err, ended = r.look()
+	n, err, ended = r.look(b)
 	if !ended && r.p.enter() {
 		for !ended && time.Since(began) < limit {
 			runtime.Gosched()
-			n, err, ended = r.look()
+			n, err, ended = r.look(b)
 		}
 		r.p.places.Add(-1)
 		switch {
@@ -115,40 +94,11 @@ func (r *Poller) poll(b []byte, began time.Time, limit time.Duration) (n int, er
 			r.p.found.Add(1)
 		}
 	}
-	r.to = nil // do not keep it alive
 	return n, err, ended
 }
 
 // look reads what has come. It returns false if that is nothing.
-func (r *Poller) look() (n int, err error, ended bool) {
-	for {
-		if err := r.raw.Read(r.try); err != nil { // closed, or the deadline has passed
-			if op, ok := err.(*net.OpError); ok {
-				op.Op = "read"
-			}
-			return 0, err, true
-		}
-		switch {
-		case r.err == unix.EINTR:
-		case r.err == unix.EAGAIN:
-			return 0, nil, false
-		case r.err != 0:
-			err := os.NewSyscallError("read", r.err)
-			return 0, &net.OpError{Op: "read", Net: "tcp", Source: r.nc.LocalAddr(), Addr: r.nc.RemoteAddr(), Err: err}, true
-		case r.n == 0:
-			return 0, io.EOF, true
-		default:
-			return r.n, nil, true
-		}
-	}
-}
-
-// readNow reads what has come. It returns true even if that is nothing yet, because false would let the goroutine sleep. The call takes
-// no longer than a copy of the data, so the scheduler need not know about it.
-func (r *Poller) readNow(fd uintptr) bool {
-	n, _, errno := unix.RawSyscall6(unix.SYS_RECVFROM, fd, uintptr(unsafe.Pointer(unsafe.SliceData(r.to))), uintptr(len(r.to)), unix.MSG_DONTWAIT, 0, 0)
-	if r.n, r.err = int(n), errno; errno == 0 {
-		acquire(fd)
-	}
-	return true
+func (r *Poller) look(b []byte) (n int, err error, ended bool) {
+	n, err = r.s.look(b)
+	return n, err, err != unix.EAGAIN
 }

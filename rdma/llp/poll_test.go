@@ -40,9 +40,7 @@ func await(t *testing.T, ended <-chan error) error {
 func pollers(t *testing.T, p *Polling) (r *Poller, peer *net.TCPConn) {
 	t.Helper()
 	ours, other := testkit.Pair(t)
-	if r = p.Reader(ours); r == nil {
-		t.Fatal("the connection is closed")
-	}
+	r = p.Reader(NewSocket(ours))
 	r.soon = true
 	return r, other.(*net.TCPConn)
 }
@@ -57,8 +55,8 @@ func TestPollerEnds(t *testing.T) {
 		{"data", func(_ *Poller, peer *net.TCPConn) { peer.Write([]byte("abc")) }, nil},
 		{"end", func(_ *Poller, peer *net.TCPConn) { peer.Close() }, io.EOF},
 		{"reset", func(_ *Poller, peer *net.TCPConn) { peer.SetLinger(0); peer.Close() }, syscall.ECONNRESET},
-		{"deadline", func(r *Poller, _ *net.TCPConn) { r.nc.SetReadDeadline(time.Now()) }, os.ErrDeadlineExceeded},
-		{"closed", func(r *Poller, _ *net.TCPConn) { r.nc.Close() }, net.ErrClosed},
+		{"deadline", func(r *Poller, _ *net.TCPConn) { r.s.nc.SetReadDeadline(time.Now()) }, os.ErrDeadlineExceeded},
+		{"closed", func(r *Poller, _ *net.TCPConn) { r.s.nc.Close() }, net.ErrClosed},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			p := &Polling{Most: 1}

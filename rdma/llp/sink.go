@@ -41,8 +41,8 @@ func (s *Sink) Drop(n int) (int, error) {
 // dropNow drops what has come. It returns false if that is nothing yet.
 func (s *Sink) dropNow(fd uintptr) bool {
 	for {
-		// With MSG_TRUNC, TCP takes only a length, and no memory.
-		n, _, errno := unix.Syscall6(unix.SYS_RECVFROM, fd, 0, uintptr(s.n), unix.MSG_TRUNC|unix.MSG_DONTWAIT, 0, 0)
+		// With MSG_TRUNC, TCP takes only a length, and no memory. The call does not wait, so Go's scheduler need not know of it.
+		n, _, errno := unix.RawSyscall6(unix.SYS_RECVFROM, fd, 0, uintptr(s.n), unix.MSG_TRUNC|unix.MSG_DONTWAIT, 0, 0)
 		switch errno {
 		case 0:
 			s.dropped = int(n)

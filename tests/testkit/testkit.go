@@ -72,9 +72,9 @@ func (c WriteCounter) Write(b []byte) (int, error) {
 }
 
 // WriteBuffers writes b with one system call, which it counts as one.
-func (c WriteCounter) WriteBuffers(b *net.Buffers) (int64, error) {
+func (c WriteCounter) WriteBuffers(b [][]byte) (int64, error) {
 	c.Writes.Add(1)
-	return b.WriteTo(c.Conn)
+	return (*net.Buffers)(&b).WriteTo(c.Conn)
 }
 
 // A SlowConn is a connection on a slow network: it sends Rate bytes per second.

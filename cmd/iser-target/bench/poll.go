@@ -20,21 +20,25 @@ func DialPolling(ctx context.Context, network, addr string) (net.Conn, error) {
 		return nil, err
 	}
 	tcp := nc.(*net.TCPConn)
-	return &pollingConn{tcp, always.Reader(tcp), llp.NewScatter(tcp)}, nil
+	s := llp.NewSocket(tcp)
+	return &pollingConn{tcp, s, always.Reader(s)}, nil
 }
 
 // A pollingConn is a connection whose Read polls.
 type pollingConn struct {
 	*net.TCPConn
+	socket *llp.Socket
 	poller *llp.Poller
-	both   *llp.Scatter
 }
 
 // Read implements net.Conn.
 func (c *pollingConn) Read(p []byte) (int, error) { return c.poller.Read(p) }
 
 // ReadBuffers reads the long data of PDUs, and sleeps while it comes.
-func (c *pollingConn) ReadBuffers(p, q []byte) (int, error) { return c.both.ReadBuffers(p, q) }
+func (c *pollingConn) ReadBuffers(p, q []byte) (int, error) { return c.socket.ReadBuffers(p, q) }
 
-// WriteBuffers writes b with one system call, which b.WriteTo(c) would not do.
-func (c *pollingConn) WriteBuffers(b *net.Buffers) (int64, error) { return b.WriteTo(c.TCPConn) }
+// Write implements net.Conn.
+func (c *pollingConn) Write(p []byte) (int, error) { return c.socket.Write(p) }
+
+// WriteBuffers writes b with one system call.
+func (c *pollingConn) WriteBuffers(b [][]byte) (int64, error) { return c.socket.WriteBuffers(b) }

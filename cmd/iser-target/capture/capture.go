@@ -240,7 +240,7 @@ func NewHub() *Hub { return &Hub{conns: map[*Conn]uint16{}, captures: map[uint16
 
 // Tap returns nc as a connection that can be recorded.
 func (h *Hub) Tap(nc *net.TCPConn) *Conn {
-	c := &Conn{Conn: nc, hub: h, both: llp.NewScatter(nc)}
+	c := &Conn{Conn: nc, hub: h, socket: llp.NewSocket(nc)}
 	c.on.Store(true)
 	return c
 }

@@ -70,8 +70,7 @@ func (p *pair) answer(tb testing.TB, parts ...[]byte) {
 	if len(parts) == 1 {
 		_, err = p.target.Write(parts[0])
 	} else {
-		b := net.Buffers(parts)
-		_, err = p.target.WriteBuffers(&b)
+		_, err = p.target.WriteBuffers(parts)
 	}
 	if err := errors.Join(err, <-done); err != nil {
 		tb.Fatal(err)
@@ -760,15 +759,13 @@ func TestIdleTapCostsNothing(t *testing.T) {
 		}
 		p.target.mu.Lock() // a caller that locks it would block
 		defer p.target.mu.Unlock()
-		b, a, c := make([]byte, 1000), make([]byte, 2000), net.Buffers{}
-		backing := make(net.Buffers, 2)
+		b, a := make([]byte, 1000), make([]byte, 2000)
+		both := [][]byte{b, b}
 		defer debug.SetGCPercent(debug.SetGCPercent(-1))
 		if n := testing.AllocsPerRun(200, func() {
 			p.initiator.Write(b)
 			io.ReadFull(p.target, b)
-			backing[0], backing[1] = b, b
-			c = backing
-			p.target.WriteBuffers(&c)
+			p.target.WriteBuffers(both)
 			p.target.Write(b)
 			io.ReadFull(p.initiator, a)
 			p.initiator.Write(b)

@@ -40,9 +40,9 @@ type Conn struct {
 	// Conn is a *net.TCPConn. Embedded with that type, it would promote methods that
 	// bypass the recording.
 	net.Conn
-	hub  *Hub
-	both *llp.Scatter // of Conn; nil: it is closed already
-	poll *llp.Poller  // for the reader only; nil: it does not poll
+	hub    *Hub
+	socket *llp.Socket // of Conn
+	poll   *llp.Poller // for the reader only; nil: it does not poll
 
 	received uint64               // bytes; for the reader only
 	sent     uint64               // bytes; for the writer only
@@ -112,14 +112,14 @@ func size(parts [][]byte) (n int) {
 func (c *Conn) Unread(f func() (unread []byte, rest int)) { c.unread = f }
 
 // Poll lets Read poll as p says. Only the goroutine that reads c may call it.
-func (c *Conn) Poll(p *llp.Polling) { c.poll = p.Reader(c.Conn.(*net.TCPConn)) }
+func (c *Conn) Poll(p *llp.Polling) { c.poll = p.Reader(c.socket) }
 
 // Read implements net.Conn.
 func (c *Conn) Read(p []byte) (n int, err error) {
 	if c.poll != nil {
 		n, err = c.poll.Read(p)
 	} else {
-		n, err = c.Conn.Read(p)
+		n, err = c.socket.Read(p)
 	}
 	if c.on.Load() {
 		c.read(p[:n], err)
@@ -136,10 +136,10 @@ func (c *Conn) Read(p []byte) (n int, err error) {
 // ReadBuffers reads to p, and to q what comes after it, with one system call. While c is recorded it reads to p only, so that Unread tells where the PDUs
 // of what it returns begin.
 func (c *Conn) ReadBuffers(p, q []byte) (int, error) {
-	if c.both == nil || c.on.Load() {
+	if c.on.Load() {
 		return c.Read(p)
 	}
-	n, err := c.both.ReadBuffers(p, q)
+	n, err := c.socket.ReadBuffers(p, q)
 	c.received += uint64(n) // if the recording has begun meanwhile, it has a gap here
 	if err != nil {
 		if c.on.Load() {
@@ -157,17 +157,17 @@ func (c *Conn) Write(p []byte) (int, error) {
 	if c.on.Load() {
 		c.written(p)
 	}
-	n, err := c.Conn.Write(p)
+	n, err := c.socket.Write(p)
 	c.sent += uint64(n)
 	return n, err
 }
 
-// WriteBuffers writes b with one system call, which b.WriteTo(c) would not do.
-func (c *Conn) WriteBuffers(b *net.Buffers) (int64, error) {
+// WriteBuffers writes b with one system call.
+func (c *Conn) WriteBuffers(b [][]byte) (int64, error) {
 	if c.on.Load() {
-		c.written(*b...)
+		c.written(b...)
 	}
-	n, err := b.WriteTo(c.Conn)
+	n, err := c.socket.WriteBuffers(b)
 	c.sent += uint64(n)
 	return n, err
 }
