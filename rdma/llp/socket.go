@@ -118,7 +118,8 @@ func (t *transfer) forget() {
 	t.iov, t.msg.Iov = nil, nil
 }
 
-// call makes the system call one for one part, and many for more. Each sends or receives.
+// call makes the system call one for one part, and many for more. Each sends or receives. t keeps the memory alive meanwhile, and
+// what t refers to is not on a stack, which could move.
 func (t *transfer) call(fd, one, many, flags uintptr) (n uintptr, errno syscall.Errno) {
 	silent := t.size <= silentLen
 	if len(t.iov) == 1 {
