@@ -31,9 +31,9 @@ func BuffersReader(nc net.Conn) func(p, q []byte) (int, error) {
 // takes so long that others should get the P meanwhile.
 const silentLen = 256 << 10
 
-// A Socket reads from a TCP connection and writes to it. Its system calls never wait, and take no longer than a copy of the data, so it
-// does not tell Go's scheduler about them. That is what makes it cheaper than the methods of a net.TCPConn, whose errors it has. One
-// goroutine at a time may read, and one may write.
+// A Socket reads from a TCP connection and writes to it. Its system calls never wait, and take no longer than a copy of the data, or its
+// encryption by ESP, so it does not tell Go's scheduler about them. That is what makes it cheaper than the methods of a net.TCPConn, whose
+// errors it has. One goroutine at a time may read, and one may write.
 type Socket struct {
 	nc      *net.TCPConn
 	raw     syscall.RawConn
@@ -123,11 +123,11 @@ func (t *transfer) forget() {
 func (t *transfer) call(fd, one, many, flags uintptr) (n uintptr, errno syscall.Errno) {
 	silent := t.size <= silentLen
 	if len(t.iov) == 1 {
-		p, n := uintptr(unsafe.Pointer(t.iov[0].Base)), uintptr(t.iov[0].Len)
+		p, size := uintptr(unsafe.Pointer(t.iov[0].Base)), uintptr(t.iov[0].Len)
 		if silent {
-			n, _, errno = unix.RawSyscall6(one, fd, p, n, flags, 0, 0)
+			n, _, errno = unix.RawSyscall6(one, fd, p, size, flags, 0, 0)
 		} else {
-			n, _, errno = unix.Syscall6(one, fd, p, n, flags, 0, 0)
+			n, _, errno = unix.Syscall6(one, fd, p, size, flags, 0, 0)
 		}
 		return n, errno
 	}
