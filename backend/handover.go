@@ -141,32 +141,40 @@ func (m *Memory) takePage(f *os.File, off, n int64) error {
 
 // free frees the page. Its loans continue.
 //
-// Preconditions: s.mu is held.
+// Preconditions: s.mu is held; s has a page.
 func (s *slot) free() {
 	held(&s.mu)
+	page := s.page
+	s.page = nil
 	if s.mapped {
-		_ = unix.Madvise(s.page[:], unix.MADV_REMOVE) // without success the memory is free when the store is closed
+		s.mapped = false
+		_ = unix.Madvise(page[:], unix.MADV_REMOVE) // without success the memory is free when the store is closed
+		return
 	}
-	s.page, s.mapped = nil, false
-	s.loan.Store(nil)
+	s.release(page)
+}
+
+// close frees the pages, except those of the mapping, so that no call that began before uses them.
+func (l *leaf) close() {
+	for i := range l {
+		s := &l[i]
+		s.mu.Lock()
+		switch {
+		case s.mapped:
+			s.page, s.mapped = nil, false
+		case s.page != nil:
+			s.free()
+		}
+		s.mu.Unlock()
+	}
 }
 
 // unmap gives the mapping back.
 //
-// Preconditions: m.mu is held, and the store is closed.
+// Preconditions: m.mu is held, and no slot has a page.
 func (m *Memory) unmap() {
-	if m.mapping == nil {
-		return
+	if m.mapping != nil {
+		_ = unix.Munmap(m.mapping)
+		m.mapping = nil
 	}
-	root := *m.root.Load()
-	for i := range root {
-		l := root[i].Load()
-		for j := 0; l != nil && j < len(l); j++ {
-			l[j].mu.Lock() // a call that began before
-			l[j].page = nil
-			l[j].mu.Unlock()
-		}
-	}
-	_ = unix.Munmap(m.mapping)
-	m.mapping = nil
 }

@@ -1,7 +1,6 @@
 package backend
 
 import (
-	"sync"
 	"sync/atomic"
 
 	"golang.org/x/sys/unix"
@@ -30,12 +29,9 @@ const replaced = 1 << 30
 // Return ends one Lend. The caller must not touch the memory afterwards.
 func (l *Loan) Return() {
 	if l.state.Add(-1) == replaced {
-		sparePages.Put(l.page)
+		pages.put(l.page)
 	}
 }
-
-// sparePages has pages with old data. They must not be used before all of them is overwritten.
-var sparePages = sync.Pool{New: func() any { return new([memoryPage]byte) }}
 
 // zeroPage is lent where a memory store has no page. Nobody writes to it.
 var zeroPage = Loan{page: new([memoryPage]byte)}
@@ -111,15 +107,25 @@ func (s *slot) own(whole bool) {
 // Preconditions: as for own.
 func (s *slot) replace(whole bool) {
 	held(&s.mu)
-	page := sparePages.Get().(*[memoryPage]byte)
+	page := pages.get(true)
 	if !whole {
 		*page = *s.page
 	}
-	if s.mapped {
-		_ = unix.Madvise(s.page[:], unix.MADV_REMOVE) // without success the memory is free when the store is closed
-	}
+	old, mapped := s.page, s.mapped
 	s.page, s.mapped = page, false
-	if l := s.loan.Swap(nil); l != nil && l.state.Add(replaced) == replaced { // returned meanwhile
-		sparePages.Put(l.page)
+	if mapped {
+		_ = unix.Madvise(old[:], unix.MADV_REMOVE) // without success the memory is free when the store is closed
+		return
+	}
+	s.release(old)
+}
+
+// release frees a page that s had. Its loans continue.
+//
+// Preconditions: s.mu is held.
+func (s *slot) release(page *[memoryPage]byte) {
+	held(&s.mu)
+	if l := s.loan.Swap(nil); l == nil || l.state.Add(replaced) == replaced { // not lent
+		pages.put(page)
 	}
 }

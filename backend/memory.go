@@ -289,11 +289,14 @@ func (m *Memory) Close() error {
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	m.unmap()
 	root := *m.root.Load()
 	for i := range root {
+		if l := root[i].Load(); l != nil {
+			l.close()
+		}
 		root[i].Store(nil)
 	}
+	m.unmap()
 	m.used.Store(0)
 	return nil
 }
@@ -343,11 +346,14 @@ func (m *Memory) write(p []byte, off int64, in int) error {
 		if isZero(p) {
 			return nil
 		}
+		if m.closed.Load() { // Close has freed the page
+			return ErrClosed
+		}
 		if used := m.used.Add(memoryPage); m.limit > 0 && used > m.limit {
 			m.used.Add(-memoryPage)
 			return fmt.Errorf("%w: memory store is limited to %d bytes", ErrNoSpace, m.limit)
 		}
-		s.page = new([memoryPage]byte)
+		s.page = pages.get(len(p) == memoryPage)
 	}
 	s.own(len(p) == memoryPage)
 	copy(s.page[in:], p)
