@@ -12,6 +12,8 @@ import (
 	"strings"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/iser-target/iser-target/cmd/iser-target/api/client"
 	"github.com/iser-target/iser-target/tests/interop/proc"
 	"github.com/iser-target/iser-target/tests/testkit"
@@ -51,6 +53,25 @@ type hostColumn struct {
 	prefix    []string // of the command line of bench
 	overwrite bool     // writes are allowed
 	failed    error    // why it cannot be measured
+	pid       int      // of a target that polls, which would take a CPU from the others: stopped while they are measured; 0: none
+}
+
+// freeze stops the processes of columns that have one.
+func freeze(columns []hostColumn) error { return signalAll(columns, unix.SIGSTOP) }
+
+// thaw lets them continue.
+func thaw(columns []hostColumn) error { return signalAll(columns, unix.SIGCONT) }
+
+func signalAll(columns []hostColumn, sig unix.Signal) (err error) {
+	for _, c := range columns {
+		if c.pid == 0 {
+			continue
+		}
+		if e := unix.Kill(c.pid, sig); e != nil {
+			err = errors.Join(err, fmt.Errorf("-targets: %s: %v to process %d: %w", c.Target, sig, c.pid, e))
+		}
+	}
+	return err
 }
 
 // measureHost starts iser-target and tgt on this machine and measures them, and the targets of others, in turn with iser-target bench.
@@ -105,10 +126,14 @@ func (c *hostColumn) measure(ctx context.Context, o *options, flags string, writ
 	if c.overwrite {
 		args = append(args, "--destructive")
 	}
+	own := []hostColumn{*c}
+	if err := thaw(own); err != nil {
+		return r, err
+	}
 	ctx, cancel := context.WithTimeout(ctx, time.Minute+2*(o.runtime+o.ramp))
 	defer cancel()
 	out, err := output(ctx, args[0], args[1:]...)
-	if err != nil {
+	if err = errors.Join(err, freeze(own)); err != nil {
 		return r, err
 	}
 	results, failed, err := fio.Results(out)

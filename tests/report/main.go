@@ -46,7 +46,7 @@ func main() {
 	flag.IntVar(&o.rounds, "rounds", 3, "measurements of each job on each target")
 	flag.DurationVar(&o.runtime, "runtime", 2*time.Second, "time of each measurement")
 	flag.DurationVar(&o.ramp, "ramp", 500*time.Millisecond, "time before each measurement")
-	flag.StringVar(&targets, "targets", "", `more targets that run: "NAME=iscsi://HOST:PORT/IQN/LUN ...", or iser://`)
+	flag.StringVar(&targets, "targets", "", `more targets that run: "NAME=iscsi://HOST:PORT/IQN/LUN ...", or iser://; with #pid=PID at its end, that process stops while other targets are measured`)
 	flag.BoolVar(&o.overwrite, "overwrite", false, "overwrites the LUNs of -targets")
 	flag.StringVar(&o.program, "program", "bin/iser-target", "the program to measure")
 	flag.StringVar(&o.examples, "examples", "examples/fio", "directory with the job files of the virtual machine")
@@ -92,7 +92,11 @@ func main() {
 	case *tune != "":
 		do = func() error { return tuning(ctx, os.Stdout, &o, list(*tune)) }
 	}
-	if err := do(); err != nil {
+	err = freeze(o.others)
+	if err == nil {
+		err = do()
+	}
+	if err = errors.Join(err, thaw(o.others)); err != nil {
 		fmt.Fprintln(os.Stderr, "report:", err)
 		os.Exit(1)
 	}
@@ -113,7 +117,15 @@ func parseTargets(s string, overwrite bool) (list []hostColumn, err error) {
 		case u.Scheme != "iscsi" && u.Scheme != "iser" || u.Host == "":
 			return nil, fmt.Errorf("-targets: %s: %q is not iscsi://HOST:PORT/IQN/LUN or iser://HOST:PORT/IQN/LUN", name, address)
 		}
-		c := hostColumn{column: column{name, map[string]string{"iscsi": "TCP", "iser": "iSER"}[u.Scheme]}, url: address, overwrite: overwrite}
+		var pid int
+		if u.Fragment != "" {
+			number, ok := strings.CutPrefix(u.Fragment, "pid=")
+			if pid, err = strconv.Atoi(number); !ok || err != nil || pid < 2 {
+				return nil, fmt.Errorf("-targets: %s: %q is not pid=PID, the process to stop while other targets are measured", name, u.Fragment)
+			}
+			address, _, _ = strings.Cut(address, "#")
+		}
+		c := hostColumn{column: column{name, map[string]string{"iscsi": "TCP", "iser": "iSER"}[u.Scheme]}, url: address, overwrite: overwrite, pid: pid}
 		for _, known := range append([]hostColumn{{column: column{ours, c.Transport}}, {column: column{"tgt", "TCP"}}}, list...) {
 			if known.column == c.column {
 				return nil, fmt.Errorf("-targets: %v is in the report already", c.column)

@@ -19,6 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/iser-target/iser-target/config"
+	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/fio"
 	"github.com/iser-target/iser-target/tests/testkit/ports"
 )
@@ -183,9 +184,9 @@ func TestNumber(t *testing.T) {
 }
 
 func TestParseTargets(t *testing.T) {
-	list, err := parseTargets(" spdk=iscsi://192.0.2.7:3260/iqn.2016-06.io.spdk:disk1/0  spdk=iser://[2001:db8::1]:3260/iqn.x/1", true)
+	list, err := parseTargets(" spdk=iscsi://192.0.2.7:3260/iqn.2016-06.io.spdk:disk1/0#pid=4711  spdk=iser://[2001:db8::1]:3260/iqn.x/1", true)
 	want := []hostColumn{
-		{column: column{"spdk", "TCP"}, url: "iscsi://192.0.2.7:3260/iqn.2016-06.io.spdk:disk1/0", overwrite: true},
+		{column: column{"spdk", "TCP"}, url: "iscsi://192.0.2.7:3260/iqn.2016-06.io.spdk:disk1/0", overwrite: true, pid: 4711},
 		{column: column{"spdk", "iSER"}, url: "iser://[2001:db8::1]:3260/iqn.x/1", overwrite: true},
 	}
 	if err != nil || !reflect.DeepEqual(list, want) {
@@ -201,10 +202,49 @@ func TestParseTargets(t *testing.T) {
 		"tgt=iscsi://h/i/0":                   "tgt, TCP is in the report already",
 		"iser-target=iser://h/i/0":            "iser-target, iSER is in the report already",
 		"a=iscsi://h/i/0 a=iscsi://other/i/0": "a, TCP is in the report already",
+		"a=iscsi://h/i/0#pid=x":               `a: "pid=x" is not pid=PID`,
+		"a=iscsi://h/i/0#pid=1":               "is not pid=PID",
+		"a=iscsi://h/i/0#4711":                "is not pid=PID",
 	} {
 		if _, err := parseTargets(s, false); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%q: got %v, want %q", s, err, want)
 		}
+	}
+}
+
+// A process of -targets runs only while its target is measured.
+func TestFreeze(t *testing.T) {
+	cmd := exec.Command("sleep", "60")
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	defer cmd.Wait()
+	defer cmd.Process.Kill()
+	stat, during := fmt.Sprintf("/proc/%d/stat", cmd.Process.Pid), filepath.Join(t.TempDir(), "stat")
+	stopped := func(file string) bool {
+		b, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return strings.Contains(string(b), "(sleep) T ")
+	}
+	list := []hostColumn{{}, {pid: cmd.Process.Pid, prefix: []string{"sh", "-c", "cat " + stat + " >" + during + "; exit 1"}}}
+	if err := freeze(list); err != nil {
+		t.Fatal(err)
+	}
+	testkit.Eventually(t, "it has stopped", func() bool { return stopped(stat) })
+	if _, err := list[1].measure(context.Background(), &options{program: "true"}, "", false); err == nil || stopped(during) {
+		t.Errorf("measured while it was stopped: %v", err)
+	}
+	testkit.Eventually(t, "it has stopped again", func() bool { return stopped(stat) })
+	if err := thaw(list); err != nil {
+		t.Fatal(err)
+	}
+	testkit.Eventually(t, "it continues", func() bool { return !stopped(stat) })
+	cmd.Process.Kill()
+	cmd.Wait()
+	if err := freeze(list); err == nil || !strings.Contains(err.Error(), "process") {
+		t.Errorf("a process that has ended: %v", err)
 	}
 }
 
