@@ -5,28 +5,33 @@ import (
 	"github.com/iser-target/iser-target/lun/invariant"
 )
 
-// judge decides about a request that is to become a task: take it, reject it if there is a reason,
-// else ignore it. It looks at tags before CmdSN (RFC 7143, section 4.2.2.1).
+// A verdict says what happens to a request: it is to become a task, or is rejected if there is a reason, or else ignored.
+type verdict struct {
+	take   bool
+	reason pdu.RejectReason
+}
+
+// judge decides about a request. It looks at tags before CmdSN (RFC 7143, section 4.2.2.1).
 //
 // Preconditions: c.mu is held.
-func (c *conn) judge(h pdu.BHS, r *request) (take bool, reason pdu.RejectReason) {
+func (c *conn) judge(h pdu.BHS, r *request) verdict {
 	invariant.Held(&c.mu)
 	if c.phase != phaseFullFeature {
-		return false, 0
+		return verdict{}
 	}
 	if same := c.shared.tasks.find(h.ITT()); same != nil {
 		if !h.Immediate() && !same.immediate() && same.header().CmdSN() == h.CmdSN() {
-			return false, 0 // a retry
+			return verdict{} // a retry
 		}
-		return false, pdu.RejectTaskInProgress
+		return verdict{reason: pdu.RejectTaskInProgress}
 	}
 	if !h.Immediate() {
-		return c.shared.win.accepts(h.CmdSN()), 0
+		return verdict{take: c.shared.win.accepts(h.CmdSN())}
 	}
 	if r.maxImmediate > 0 && c.immediate[h.Opcode()] >= r.maxImmediate {
-		return false, pdu.RejectTooManyImmediate
+		return verdict{reason: pdu.RejectTooManyImmediate}
 	}
-	return true, 0
+	return verdict{take: true}
 }
 
 // admit enters t in the table of tasks. As far as CmdSNs have come without a gap it makes tasks

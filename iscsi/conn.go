@@ -70,10 +70,11 @@ type conn struct {
 	probed    probe // by an initiator that has as many sessions as it may have
 	recvLimit int   // longest data segment of the initiator, bytes
 
-	// The holder of the baton receives; see serve. It owns the next four fields.
+	// The holder of the baton receives; see serve. It owns the next five fields.
 	baton    baton
 	notice   Notice        // of the last Receive
 	noticed  time.Duration // when that was, by clock
+	admitted *Task         // the task that receive returns next, or nil
 	closing  bool          // Receive has failed once
 	received atomic.Uint64 // PDUs and ends of GetDatas; written by the holder of the baton
 	heard    atomic.Int64  // noticed, for others

@@ -37,17 +37,17 @@ func (w *watch) endWait() {
 	}
 }
 
-// countSpent ends the last phase of t and counts what all phases took, once.
-func (t *Task) countSpent() {
+// countSpent ends the last phase of t, at now, and counts what all phases took, once, in tally.
+func (t *Task) countSpent(now time.Duration, tally *lun.Tally) {
 	if !t.timed {
 		return
 	}
 	t.timed = false
-	t.lap(lun.PhaseSend)
+	t.lapAt(lun.PhaseSend, now)
 	if t.small() {
 		t.conn.brevity.note(t.spent[lun.PhaseBackend])
 	}
-	t.conn.sess.nexus.CountSpent(&t.cmd, &t.spent)
+	tally.Count(t.conn.sess.nexus, &t.cmd, &t.spent)
 	if slow := t.conn.node.slow.threshold.Load(); slow > 0 {
 		if took := t.spent.Total(); int64(took) >= slow {
 			t.noteSlow(took)

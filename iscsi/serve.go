@@ -52,12 +52,14 @@ func (c *conn) serve() {
 func (c *conn) receive() *Task {
 	invariant.Held(&c.baton)
 	for {
-		c.mu.Lock()
-		t := c.nextReady()
+		t := c.admitted
 		if t != nil {
-			t.become(taskRunning)
+			c.admitted = nil
+		} else {
+			c.mu.Lock()
+			t = c.takeReady()
+			c.mu.Unlock()
 		}
-		c.mu.Unlock()
 		if t != nil {
 			t.waited = t.waited || t.lapBegan != c.noticed
 			return t
@@ -100,6 +102,17 @@ func (c *conn) receive() *Task {
 			c.end(err)
 		}
 	}
+}
+
+// takeReady takes the next task that may begin, or returns nil.
+//
+// Preconditions: c.mu is held.
+func (c *conn) takeReady() *Task {
+	t := c.nextReady()
+	if t != nil {
+		t.become(taskRunning)
+	}
+	return t
 }
 
 // begin runs t on a goroutine of its own.
@@ -177,9 +190,13 @@ func (c *conn) dispatch(n *Notice) error {
 	op := h.Opcode()
 	r := &requests[op]
 
+	var v verdict
 	c.mu.Lock()
 	c.acknowledge(h.ExpStatSN())
 	ignore := c.phase != phaseFullFeature
+	if r.run != nil {
+		v = c.judge(h, r)
+	}
 	c.mu.Unlock()
 	switch {
 	case ignore:
@@ -188,7 +205,7 @@ func (c *conn) dispatch(n *Notice) error {
 	case n.Reject != 0 && op == pdu.DataOut:
 		c.lostDataOut(n)
 	case n.Reject == pdu.RejectOutOfResources && r.run != nil && h.ITT() != pdu.ReservedTag:
-		return c.takeRequest(n, r) // it has its answer in its turn
+		return c.takeRequest(n, r, v) // it has its answer in its turn
 	case n.Reject != 0: // a command counts as not received (section 7.3)
 		c.reject(n, n.Reject, expected)
 	case r.direct == nil && r.run == nil, c.sess.discovery && !r.discovery:
@@ -196,7 +213,7 @@ func (c *conn) dispatch(n *Notice) error {
 	case r.direct != nil:
 		r.direct(c, n)
 	case h.ITT() != pdu.ReservedTag:
-		return c.takeRequest(n, r)
+		return c.takeRequest(n, r, v)
 	case op == pdu.NOPOut && h.Immediate(): // it asks for no answer, or is one
 		c.pong(h.TTT())
 		c.takeTerminationAnswer(h)
@@ -206,10 +223,10 @@ func (c *conn) dispatch(n *Notice) error {
 	return nil
 }
 
-// takeRequest makes a task of the request in n, which r describes.
+// takeRequest makes a task of the request in n, which r describes and v was the verdict about.
 //
 // Preconditions: c.baton is held.
-func (c *conn) takeRequest(n *Notice, r *request) error {
+func (c *conn) takeRequest(n *Notice, r *request, v verdict) error {
 	if c.sess.discovery {
 		c.dm.SetReceiveDeadline(time.Now().Add(c.opt.DiscoveryTimeout))
 	}
@@ -223,29 +240,27 @@ func (c *conn) takeRequest(n *Notice, r *request) error {
 	}
 	copy(t.req[:], n.BHS)
 	h := pdu.BHS(n.BHS)
-	c.mu.Lock()
-	take, reason := c.judge(h, r)
-	c.mu.Unlock()
-	if take && r.take != nil {
+	if v.take && r.take != nil {
 		if err := r.take(t, n); err != nil {
 			c.freeTask(t)
 			return err
 		}
 	}
-	if take {
+	if v.take {
 		// Meanwhile another connection may have entered a task with this tag, an ABORT TASK may
 		// have made this CmdSN count as received, or the connection may be ending.
 		c.mu.Lock()
-		if take, reason = c.judge(h, r); take {
+		if v = c.judge(h, r); v.take {
 			c.admit(t)
+			c.admitted = c.takeReady()
 		}
 		c.mu.Unlock()
 	}
-	if !take {
+	if !v.take {
 		c.discard(t)
 	}
-	if reason != 0 {
-		c.reject(n, reason, expected)
+	if v.reason != 0 {
+		c.reject(n, v.reason, expected)
 	}
 	return nil
 }

@@ -134,7 +134,9 @@ func (t *Task) Request() pdu.BHS { return t.header() }
 // holds while it calls the mover.
 func (t *Task) Sent() {
 	if t.recovery.kept {
-		t.countSpent()
+		var tally lun.Tally
+		t.countSpent(clock(), &tally)
+		tally.End()
 		t.conn.keptSent(t)
 		return
 	}

@@ -183,50 +183,120 @@ func (l *latencies) addOperationsTo(sum *Operations) {
 	}
 }
 
-// A spentIn is what a command counts in latencies.
-type spentIn struct {
-	*Spent
-	kind    Kind
-	total   time.Duration
-	moved   uint64
-	size    int             // bucket of moved; -1: none
-	buckets [PhaseTotal]int // -1: none
+// A Tally counts how long commands took. It adds up what several commands of the same kind have in common, so that these take fewer
+// operations that exclude other processors. The zero value is ready. Commands count when End is called, or before.
+type Tally struct {
+	nexus *Nexus
+	unit  *Unit // of the commands, or nil
+	kind  Kind
+	in    [2]*latencies // of nexus and, unless it is nil, of unit
+
+	sums        [PhaseTotal]time.Duration
+	moved       uint64
+	phases      [PhaseTotal]streak
+	total, size streak
 }
 
-func (l *latencies) count(s *spentIn) {
-	for p, d := range s.Spent {
-		if d > 0 {
-			l.sums[p].Add(int64(d))
-		}
-	}
-	for p, i := range s.buckets {
-		if i >= 0 {
-			l.buckets[p][i].Add(1)
-		}
-	}
-	l.totals[s.kind].Count(s.total)
-	if s.size >= 0 {
-		l.octets[s.kind].Add(s.moved)
-		l.sizes[s.kind][s.size].Add(1)
-	}
+// A streak is a number of commands in a row that count in the same bucket.
+type streak struct {
+	of     [2][]atomic.Uint64 // the buckets in Tally.in
+	bucket int
+	n      uint64
 }
 
-// CountSpent counts how long c took. c ended with a status, Count has counted it, and its response has left.
-func (n *Nexus) CountSpent(c *Command, spent *Spent) {
-	s := spentIn{Spent: spent, kind: c.row.kind(), total: spent.Total(), moved: c.moved, size: -1}
+func (s *streak) add(bucket int) {
+	if bucket != s.bucket {
+		s.end()
+		s.bucket = bucket
+	}
+	s.n++
+}
+
+func (s *streak) end() {
+	if s.n == 0 {
+		return
+	}
+	for _, of := range s.of {
+		if of != nil {
+			of[s.bucket].Add(s.n)
+		}
+	}
+	s.n = 0
+}
+
+// Count counts how long c took, a command of n. c ended with a status, Nexus.Count has counted it, and its response has left.
+func (t *Tally) Count(n *Nexus, c *Command, spent *Spent) {
+	if kind := c.row.kind(); t.nexus != n || t.unit != c.unit || t.kind != kind {
+		t.End()
+		t.begin(n, c.unit, kind)
+	}
 	for p, d := range spent {
-		s.buckets[p] = latencyBucket(d)
+		t.sums[p] += d
+		if p != int(PhaseReadWait) || d > 0 {
+			t.phases[p].add(latencyBucket(d))
+		}
 	}
-	if spent[PhaseReadWait] == 0 {
-		s.buckets[PhaseReadWait] = -1
+	t.total.add(latencyBucket(spent.Total()))
+	if t.kind != KindOther && c.moved > 0 {
+		t.moved += c.moved
+		t.size.add(sizeBucket(c.moved))
 	}
-	if s.kind != KindOther && c.moved > 0 {
-		s.size = sizeBucket(c.moved)
+}
+
+// begin prepares t, a zero Tally, for commands of that kind of n for u.
+func (t *Tally) begin(n *Nexus, u *Unit, kind Kind) {
+	t.nexus, t.unit, t.kind, t.in[0] = n, u, kind, &n.counts.latencies
+	if u != nil {
+		t.in[1] = u.counts[n.transport].latenciesOf(n.shard)
 	}
-	n.counts.latencies.count(&s)
-	if c.unit != nil {
-		c.unit.counts[n.transport].latenciesOf(n.shard).count(&s)
+	for i, l := range t.in {
+		if l == nil {
+			continue
+		}
+		for p := range t.phases {
+			t.phases[p].of[i] = l.buckets[p][:]
+		}
+		t.total.of[i] = l.totals[kind].buckets[:]
+		if kind != KindOther {
+			t.size.of[i] = l.sizes[kind][:]
+		}
 	}
+}
+
+// End counts what Count has added up.
+func (t *Tally) End() {
+	if t.nexus == nil {
+		return
+	}
+	for p := range t.phases {
+		t.phases[p].end()
+	}
+	t.total.end()
+	t.size.end()
+	for _, l := range t.in {
+		if l == nil {
+			continue
+		}
+		var total time.Duration
+		for p, d := range t.sums {
+			if d > 0 {
+				l.sums[p].Add(int64(d))
+				total += d
+			}
+		}
+		l.totals[t.kind].sum.Add(int64(total))
+		if t.moved > 0 {
+			l.octets[t.kind].Add(t.moved)
+		}
+	}
+	*t = Tally{} // keeps no memory of a unit that is removed
+}
+
+// CountSpent counts how long c took, as Tally.Count and Tally.End do.
+func (n *Nexus) CountSpent(c *Command, spent *Spent) {
+	var t Tally
+	t.Count(n, c, spent)
+	t.End()
 }
 
 // Spent returns the time that all commands of the nexus took whose responses have left. Unlike Latencies, it takes a few loads.

@@ -137,6 +137,7 @@ func (c *Conn) flushAside() {
 // done releases what the items refer to, and the items that no task owns.
 func (c *Conn) done(l list) {
 	var free list
+	var departure iscsi.Departure
 	for i := l.Pop(); i != nil; i = l.Pop() {
 		t, by := i.task, i.by
 		if i.op == pdu.DataIn {
@@ -150,12 +151,13 @@ func (c *Conn) done(l list) {
 			free.Push(i, &i.link)
 		}
 		if t != nil {
-			t.t.Sent()
+			departure.Sent(t.t)
 		}
 		if by != nil {
 			by.Sent()
 		}
 	}
+	departure.End()
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for i := free.Pop(); i != nil; i = free.Pop() {
