@@ -15,13 +15,13 @@ import (
 //
 // Nobody knows before whether the store or the network will make the goroutine wait. So the whole rule is:
 //
-//   - A READ of up to maxPutOffData bytes, or a WRITE of up to maxBriefWrite, is brief if the store did not take
-//     longer than briefTime for those before it, on the average.
+//   - A READ of up to maxPutOffData bytes, or a WRITE of up to maxBriefWrite, over RDMA also of up to maxPutOffData, is brief if
+//     the store did not take longer than briefTime for those before it, on the average.
 //   - While one runs, the baton is free and nobody is woken (baton.leave).
 //   - If it is still so a moment later, lookout wakes a goroutine that waits for the baton. Then the next
 //     commands are not brief.
 const (
-	// maxBriefWrite is less than for a READ, because the data of a longer WRITE comes later than the command.
+	// maxBriefWrite is less than for a READ: over TCP, another goroutine receives the data of the next WRITE while a longer one is stored.
 	maxBriefWrite = 16 << 10
 
 	// briefTime is longer than a copy from or to the page cache takes, and shorter than an access to a disk.
@@ -64,7 +64,7 @@ func (t *Task) small() bool {
 		return false
 	}
 	out, in := t.expected()
-	return out <= maxBriefWrite && in <= maxPutOffData
+	return in <= maxPutOffData && (out <= maxBriefWrite || out <= maxPutOffData && t.conn.dm.RDMA())
 }
 
 // brief reports whether t will end soon.

@@ -104,6 +104,36 @@ func TestLongestBriefRead(t *testing.T) {
 	})
 }
 
+// What may be brief: READs of up to 64 KiB, and WRITEs, over TCP those of up to 16 KiB.
+func TestBriefSizes(t *testing.T) {
+	for _, tt := range []struct {
+		name string
+		rdma bool
+		flag byte
+		size uint32
+		cdb  [16]byte
+		want bool
+	}{
+		{"READ", false, readF, 64 << 10, cdb.Read10(0, 128), true},
+		{"longer READ", false, readF, 64<<10 + 512, cdb.Read10(0, 129), false},
+		{"longer READ over RDMA", true, readF, 64<<10 + 512, cdb.Read10(0, 129), false},
+		{"WRITE", false, writeF, 16 << 10, cdb.Write10(0, 32), true},
+		{"longer WRITE", false, writeF, 16<<10 + 512, cdb.Write10(0, 33), false},
+		{"WRITE over RDMA", true, writeF, 64 << 10, cdb.Write10(0, 128), true},
+		{"longer WRITE over RDMA", true, writeF, 64<<10 + 512, cdb.Write10(0, 129), false},
+		{"TEST UNIT READY", true, pdu.FlagF, 0, cdb.TestUnitReady, false},
+	} {
+		task := newSlot(&conn{dm: &fakeMover{rdma: tt.rdma}}, nil)
+		h := task.header()
+		h.Reset(pdu.SCSICommand, tt.flag)
+		h.SetEDTL(tt.size)
+		copy(h.CDB(), tt.cdb[:])
+		if got := task.small(); got != tt.want {
+			t.Errorf("%s of %d bytes: %v, want %v", tt.name, tt.size, got, tt.want)
+		}
+	}
+}
+
 // The neighbour in another session does not wait.
 func TestBriefCommandsAndTheNeighbour(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {
