@@ -31,7 +31,9 @@ var pages pagePool
 // Arenas are never unmapped. Free pages lose their memory, chunk by chunk.
 type pagePool struct {
 	mapped atomic.Int64 // bytes in arenas
-	grown  atomic.Pointer[func(mapped int64)]
+
+	grows sync.Mutex
+	grown func(mapped int64) // of OnPages; guarded by grows
 
 	mu     sync.Mutex
 	arena  []byte             // not yet in chunks
@@ -49,19 +51,28 @@ type chunk struct {
 	index int    // in pagePool.some
 }
 
-// OnPages makes f know how many bytes of address space memory stores use for their pages, now and whenever that grows. They never use less again.
+// OnPages calls f with how many bytes of address space memory stores have for their pages, now and whenever that grows. They never have less again.
 func OnPages(f func(mapped int64)) {
-	pages.grown.Store(&f)
-	f(pages.mapped.Load())
+	pages.grows.Lock()
+	pages.grown = f
+	pages.grows.Unlock()
+	pages.hasGrown()
+}
+
+// hasGrown calls what OnPages has got.
+func (p *pagePool) hasGrown() {
+	p.grows.Lock()
+	defer p.grows.Unlock()
+	if p.grown != nil {
+		p.grown(p.mapped.Load())
+	}
 }
 
 // get returns a page of zeros; unless whole, when the caller overwrites all of it.
 func (p *pagePool) get(whole bool) *[memoryPage]byte {
 	page, stale, grown := p.take()
 	if grown {
-		if f := p.grown.Load(); f != nil {
-			(*f)(p.mapped.Load())
-		}
+		p.hasGrown()
 	}
 	if page == nil { // the kernel has no address space for us, but maybe for the heap
 		return new([memoryPage]byte)
