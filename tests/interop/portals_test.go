@@ -160,7 +160,16 @@ discovery_auth:
 		}
 		return s
 	}
-	v.Run(t, "modprobe iscsi_tcp", quick)
+	// Linux passes the answer to a Login Request on to iscsid before it has ended that request. iscsid may send the next one meanwhile, from another
+	// CPU. The kernel refuses it ("Login/Text in progress. Cannot start new task."), and then iscsid tries again for 30 s, in vain. Logins with CHAP
+	// take several requests. On the CPU that receives the answer, iscsid cannot run before the kernel has ended the request.
+	need(t, "taskset")
+	v.Run(t, `
+modprobe iscsi_tcp
+for irq in /proc/irq/*/smp_affinity; do
+	echo 1 2>/dev/null >$irq || true # some stay where they are
+done
+taskset -p 1 $(pgrep -x iscsid)`, quick)
 	for _, transport := range interfaces {
 		db := "iscsiadm -m discoverydb -t st -p $PORTAL -I " + transport.iface
 		for _, tt := range []struct {
