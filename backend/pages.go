@@ -109,6 +109,32 @@ func (p *pagePool) take() (page *[memoryPage]byte, stale, grown bool) {
 	return c.page(i), stale, grown
 }
 
+// put makes a page free that get has returned.
+func (p *pagePool) put(page *[memoryPage]byte) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	at := uintptr(unsafe.Pointer(page))
+	c := p.chunks[at-at%chunkSize]
+	if c == nil { // of the heap
+		return
+	}
+	if c.free == 0 {
+		p.add(c)
+	}
+	bit := uint32(1) << (at % chunkSize / memoryPage)
+	c.free |= bit
+	c.stale |= bit
+	p.stale++
+	switch {
+	case c.free == 1<<chunkPages-1:
+		p.remove(c)
+		p.empty = append(p.empty, c)
+		p.drop(c)
+	case p.stale > maxStale:
+		p.drop(c)
+	}
+}
+
 // takeChunk returns a chunk of free pages; nil: the kernel refuses.
 //
 // Preconditions: p.mu is held; so it is for all functions below.
@@ -147,39 +173,16 @@ func mapArena() []byte {
 	return arena
 }
 
-// put makes a page free that get has returned.
-func (p *pagePool) put(page *[memoryPage]byte) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	at := uintptr(unsafe.Pointer(page))
-	c := p.chunks[at-at%chunkSize]
-	if c == nil { // of the heap
-		return
-	}
-	if c.free == 0 {
-		p.add(c)
-	}
-	bit := uint32(1) << (at % chunkSize / memoryPage)
-	c.free |= bit
-	c.stale |= bit
-	p.stale++
-	switch {
-	case c.free == 1<<chunkPages-1:
-		p.remove(c)
-		p.empty = append(p.empty, c)
-		p.drop(c)
-	case p.stale > maxStale:
-		p.drop(c)
-	}
-}
-
 // drop gives the memory of the free pages of c back to the kernel.
 func (p *pagePool) drop(c *chunk) {
 	p.stale -= bits.OnesCount32(c.stale)
 	for s := c.stale; s != 0; {
 		from := bits.TrailingZeros32(s)
 		n := bits.TrailingZeros32(^(s >> from))
-		_ = unix.Madvise(c.mem[from*memoryPage:(from+n)*memoryPage], unix.MADV_DONTNEED) // does not fail for memory of ours
+		mem := c.mem[from*memoryPage : (from+n)*memoryPage]
+		if unix.Madvise(mem, unix.MADV_DONTNEED) != nil { // of locked memory: nobody may see the old data all the same
+			clear(mem)
+		}
 		s &^= (1<<n - 1) << from
 	}
 	c.stale = 0

@@ -110,36 +110,11 @@ func newSlot(c *conn, mover any) *Task {
 	return t
 }
 
-// freeTask makes the slot of t free. It takes leaf locks only.
+// freeTask makes the slot of t, one of c, free. It takes leaf locks only.
 func (c *conn) freeTask(t *Task) {
 	var d Departure
-	t.countSpent(clock(), &d.spent)
-	d.spent.End()
-	c.empty(t)
-	c.freeSlots(t, t, 1)
-}
-
-// empty resets t, whose slot becomes free.
-func (c *conn) empty(t *Task) {
-	t.reset()
-	if t.stash != nil && !c.keepsStash(t) {
-		t.giveStash()
-	}
-}
-
-// freeSlots makes n empty slots free, from first to last, linked by nextFree.
-func (c *conn) freeSlots(first, last *Task, n int64) {
-	c.node.stats.tasks.Add(-n)
-	p := &c.slots
-	p.mu.Lock()
-	last.nextFree, p.free = p.free, first
-	p.moves++
-	p.mu.Unlock()
-	if n == 1 {
-		p.freed.Signal()
-	} else {
-		p.freed.Broadcast()
-	}
+	d.free(t)
+	d.End()
 }
 
 // maxKeptStash is the longest Buffer that a free slot keeps for the next request, in bytes.

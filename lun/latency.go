@@ -292,13 +292,6 @@ func (t *Tally) End() {
 	*t = Tally{} // keeps no memory of a unit that is removed
 }
 
-// CountSpent counts how long c took, as Tally.Count and Tally.End do.
-func (n *Nexus) CountSpent(c *Command, spent *Spent) {
-	var t Tally
-	t.Count(n, c, spent)
-	t.End()
-}
-
 // Spent returns the time that all commands of the nexus took whose responses have left. Unlike Latencies, it takes a few loads.
 func (n *Nexus) Spent() (sum time.Duration) {
 	for k := range n.counts.latencies.totals {

@@ -33,15 +33,17 @@ func TestLatencies(t *testing.T) {
 	other := r.login()
 	other.SetTransport(ISER)
 	var cmd Command
+	var tally Tally
 	spend := func(n *Nexus, lun uint16, spent Spent) {
 		do(n, &cmd, EncodeLUN(lun), "28000000000000000100", nil, all)
 		n.Count(&cmd, 512, false)
-		n.CountSpent(&cmd, &spent)
+		tally.Count(n, &cmd, &spent)
 	}
 	spend(r.nexus, 0, Spent{PhaseBackend: 3 * time.Millisecond, PhaseSend: time.Microsecond})
 	spend(r.nexus, 0, Spent{PhaseReceive: time.Second, PhaseBackend: time.Millisecond, PhaseReadWait: 5 * time.Millisecond})
 	spend(other, 0, Spent{PhaseSend: time.Hour})
 	spend(r.nexus, 9, Spent{PhaseBackend: time.Microsecond}) // there is no such unit
+	tally.End()
 
 	check := func(what string, got Latencies, sums [Phases]time.Duration, counts [Phases]uint64) {
 		t.Helper()
@@ -84,10 +86,12 @@ func TestLatenciesOfManyNexuses(t *testing.T) {
 		n := r.login()
 		wg.Go(func() {
 			var c Command
+			var tally Tally
 			do(n, &c, [8]byte{}, "28000000000000000100", nil, 512)
 			for range commands {
-				n.CountSpent(&c, &Spent{PhaseBackend: time.Millisecond})
+				tally.Count(n, &c, &Spent{PhaseBackend: time.Millisecond})
 			}
+			tally.End()
 		})
 	}
 	wg.Wait()
@@ -100,10 +104,11 @@ func TestLatenciesOfManyNexuses(t *testing.T) {
 func TestOperations(t *testing.T) {
 	r := newRig(t, setup{})
 	var c Command
+	var tally Tally
 	spend := func(cdb string, moved uint64, took time.Duration) {
 		do(r.nexus, &c, [8]byte{}, cdb, make([]byte, 1024), all)
 		r.nexus.Count(&c, moved, false)
-		r.nexus.CountSpent(&c, &Spent{PhaseBackend: took / 2, PhaseSend: took - took/2})
+		tally.Count(r.nexus, &c, &Spent{PhaseBackend: took / 2, PhaseSend: took - took/2})
 	}
 	before := r.nexus.Operations()
 	spend("28000000000000000200", 1024, time.Millisecond)
@@ -111,6 +116,7 @@ func TestOperations(t *testing.T) {
 	spend("2a000000000000000200", 1024, time.Second)
 	spend("2a007fffffff00000200", 0, time.Minute) // beyond the end: nothing moves
 	spend("000000000000", 0, time.Microsecond)
+	tally.End()
 	all := r.unit.Operations()[TCP]
 	if all != r.nexus.Operations() || before != (Operations{}) {
 		t.Error("the nexus differs from the unit")
@@ -143,15 +149,17 @@ func TestOperations(t *testing.T) {
 }
 
 // Counting what a command took allocates nothing.
-func TestCountSpentAllocatesNothing(t *testing.T) {
+func TestTallyAllocatesNothing(t *testing.T) {
 	r := newRig(t, setup{})
 	var c Command
 	do(r.nexus, &c, [8]byte{}, "28000000000000000200", nil, all)
+	var tally Tally
 	spent := Spent{PhaseBackend: time.Millisecond}
 	if n := testing.AllocsPerRun(100, func() {
 		c.counted = true
 		r.nexus.Count(&c, 1024, false)
-		r.nexus.CountSpent(&c, &spent)
+		tally.Count(r.nexus, &c, &spent)
+		tally.End()
 	}); n != 0 {
 		t.Errorf("%v allocations", n)
 	}

@@ -160,9 +160,9 @@ discovery_auth:
 		}
 		return s
 	}
-	// Linux passes the answer to a Login Request on to iscsid before it has ended that request. iscsid may send the next one meanwhile, from another
+	// Linux notifies iscsid of the answer to a Login Request before it has completed that request. iscsid may send the next one meanwhile, from another
 	// CPU. The kernel refuses it ("Login/Text in progress. Cannot start new task."), and then iscsid tries again for 30 s, in vain. Logins with CHAP
-	// take several requests. On the CPU that receives the answer, iscsid cannot run before the kernel has ended the request.
+	// take several requests. On the CPU that receives the answer, iscsid cannot run before the kernel has completed the request.
 	need(t, "taskset")
 	v.Run(t, `
 modprobe iscsi_tcp

@@ -244,7 +244,7 @@ func TestFreeze(t *testing.T) {
 	cmd.Process.Kill()
 	cmd.Wait()
 	if err := freeze(list); err == nil || !strings.Contains(err.Error(), "process") {
-		t.Errorf("a process that has ended: %v", err)
+		t.Errorf("freeze of a dead process: %v", err)
 	}
 }
 

@@ -334,12 +334,14 @@ func BenchmarkScrape(b *testing.B) {
 		}
 	}
 	n := inv.NewNexus(lun.Port{InitiatorName: "iqn.2026-11.io.example:i", TargetName: "iqn.2026-11.io.example:a", TPGT: 1})
+	var tally lun.Tally
 	for id := range uint16(1000) {
 		c := lun.Command{LUN: lun.EncodeLUN(id), CDB: make([]byte, 16)}
 		n.Begin(&c)
 		n.Count(&c, 0, false)
-		n.CountSpent(&c, &lun.Spent{lun.PhaseReadWait: time.Millisecond})
+		tally.Count(n, &c, &lun.Spent{lun.PhaseReadWait: time.Millisecond})
 	}
+	tally.End()
 	node := iscsi.NewNode(iscsi.Options{})
 	if err := node.AddTarget(iscsi.TargetConfig{Name: "iqn.2026-11.io.example:a", LUNs: inv}); err != nil {
 		b.Fatal(err)
@@ -374,6 +376,7 @@ func TestSeriesOfALUNAreBounded(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	var tally lun.Tally
 	for tr := range lun.Transports {
 		for i := range 20 { // nexuses: their number does not count
 			n := inv.NewNexus(lun.Port{InitiatorName: fmt.Sprintf("iqn.2026-11.io.example:%d", i), TargetName: "iqn.2026-11.io.example:a", TPGT: 1})
@@ -383,10 +386,11 @@ func TestSeriesOfALUNAreBounded(t *testing.T) {
 				c.CDB[0] = byte(op)
 				n.Begin(&c)
 				n.Count(&c, uint64(op)<<10, false)
-				n.CountSpent(&c, &lun.Spent{time.Duration(op) * time.Millisecond, time.Second, time.Millisecond, time.Hour})
+				tally.Count(n, &c, &lun.Spent{time.Duration(op) * time.Millisecond, time.Second, time.Millisecond, time.Hour})
 			}
 		}
 	}
+	tally.End()
 	node := iscsi.NewNode(iscsi.Options{})
 	if err := node.AddTarget(iscsi.TargetConfig{Name: "iqn.2026-11.io.example:a", LUNs: inv}); err != nil {
 		t.Fatal(err)
