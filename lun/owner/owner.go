@@ -907,7 +907,8 @@ func (u *Unit) run() {
 	}
 }
 
-// awaitOther waits until another gateway serves u, if one is there that can.
+// awaitOther waits until another gateway serves u, if one is there that can, or this one should have it again: the other may have served it and given it
+// back between two looks.
 func (u *Unit) awaitOther() {
 	g := u.g
 	for end := time.Now().Add(maxSteps * g.o.Step); time.Now().Before(end); {
@@ -916,8 +917,9 @@ func (u *Unit) awaitOther() {
 		for name, m := range g.members {
 			others = others || name != g.o.Name && m.takes(u.name)
 		}
+		back := !g.draining && u.rank() == 0
 		g.mu.Unlock()
-		if o.Open && o.Gateway != g.o.Name || !others || !pause(g.ctx, g.o.Step/10) {
+		if o.Open && o.Gateway != g.o.Name || !others || back || !pause(g.ctx, g.o.Step/10) {
 			return
 		}
 	}

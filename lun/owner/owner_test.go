@@ -26,6 +26,7 @@ type disk struct {
 	nameless map[string]bool // the same: Address fails
 	opened   func(gateway string)
 	slow     time.Duration // of Close
+	quick    bool          // all else takes no time
 }
 
 // A head is the Medium of one gateway.
@@ -47,6 +48,9 @@ func (d *disk) head(gateway string) *head {
 func (d *disk) pass(ctx context.Context) error {
 	d.mu.Lock()
 	t := time.Duration(d.random.IntN(300)) * time.Millisecond
+	if d.quick {
+		t = 0
+	}
 	d.mu.Unlock()
 	if !pause(ctx, t) {
 		return context.Cause(ctx)
@@ -574,6 +578,39 @@ func TestPreferWhileOpening(t *testing.T) {
 			}
 			want = func(string) string { return name }
 			gr.settle(time.Minute, want)
+		}
+	})
+}
+
+// What an operator moves back as soon as the other gateway serves it has that owner again at once, also if the first one had not noticed the other.
+func TestPreferBack(t *testing.T) {
+	bubble(t, 2, 1, func(o *Options) { o.Failback = time.Hour }, func(gr *group) {
+		lun := gr.luns[0]
+		prefer := func(name string) {
+			if err := gr.nodes[0].g.Prefer(gr.Context(), lun, name); err != nil {
+				gr.Fatal(err)
+			}
+		}
+		gr.settle(time.Minute, best("ab"))
+		gr.disk.mu.Lock()
+		gr.disk.quick = true
+		gr.disk.mu.Unlock()
+		for _, n := range gr.nodes {
+			n.link.Slow(time.Millisecond)
+		}
+		for i := range 20 {
+			prefer("a")
+			gr.settle(time.Minute, func(string) string { return "a" })
+			time.Sleep(2 * time.Second) // both may give a LUN back again
+			gr.fresh()
+			prefer("b")
+			for !gr.nodes[1].g.Unit(lun).Admits() {
+				time.Sleep(time.Millisecond)
+			}
+			time.Sleep(time.Duration(i) * time.Millisecond)
+			prefer("a")
+			gr.settle(4*time.Second, func(string) string { return "a" })
+			gr.longest(300 * time.Millisecond)
 		}
 	})
 }
