@@ -1,6 +1,7 @@
 package backend
 
 import (
+	"sync"
 	"sync/atomic"
 
 	"golang.org/x/sys/unix"
@@ -19,18 +20,100 @@ const LoanSize = memoryPage
 
 // A Loan is memory that a Store has lent. It outlives the Store.
 type Loan struct {
-	state atomic.Int32 // how often it is lent, and replaced
+	of    *Memory
+	state atomic.Int32 // how often it is lent, and the bits below
 	page  *[memoryPage]byte
 }
 
-// replaced is a bit of Loan.state: the page belongs to no slot any longer.
-const replaced = 1 << 30
+// Bits of Loan.state.
+const (
+	replaced  = 1 << 30 // the page belongs to no slot any longer
+	shared    = 1 << 29 // Share was called
+	abandoned = 1 << 28 // Abandon was called
+	lentMask  = abandoned - 1
+)
+
+// isLent reports whether the memory must not change.
+func (l *Loan) isLent() bool { return l.state.Load()&(lentMask|abandoned) != 0 }
 
 // Return ends one Lend. The caller must not touch the memory afterwards.
-func (l *Loan) Return() {
-	if l.state.Add(-1) == replaced {
-		pages.put(l.page)
+func (l *Loan) Return() { l.settle(l.state.Add(-1)) }
+
+// settle frees the page if that is the state of l for the first time.
+func (l *Loan) settle(state int32) {
+	switch {
+	case state&(replaced|lentMask) != replaced:
+	case state&shared == 0:
+		pages.put(l.page, false)
+	case state&abandoned != 0 || !l.of.spares.put(l.page):
+		pages.put(l.page, true)
 	}
+}
+
+// maxSparePages is how many spare pages a store keeps: 2 MiB.
+const maxSparePages = 32
+
+// sparePages are shared pages that no slot has. The store has them for pages that it replaces, because to give their memory back would split huge pages.
+type sparePages struct {
+	mu     sync.Mutex
+	list   []*[memoryPage]byte
+	closed bool
+}
+
+// put takes a page, unless there are enough.
+func (s *sparePages) put(page *[memoryPage]byte) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed || len(s.list) == maxSparePages {
+		return false
+	}
+	s.list = append(s.list, page)
+	return true
+}
+
+// get returns a page with old data, or nil.
+func (s *sparePages) get() *[memoryPage]byte {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	n := len(s.list)
+	if n == 0 {
+		return nil
+	}
+	page := s.list[n-1]
+	s.list = s.list[:n-1]
+	return page
+}
+
+// close frees the pages.
+func (s *sparePages) close() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.closed = true
+	for _, page := range s.list {
+		pages.put(page, true)
+	}
+	s.list = nil
+}
+
+// Share notes that the kernel may refer to the memory, as the buffers of a socket do, also when the process has returned it. Nobody can take such references
+// back, so the process gives the memory back to the kernel before another Store uses the page. It reports whether that is possible.
+//
+// Preconditions: l is lent to the caller; so for Abandon.
+func (l *Loan) Share() bool {
+	if l.state.Load()&shared != 0 {
+		return true
+	}
+	if l != &zeroPage && !pages.has(l.page) {
+		return false
+	}
+	l.state.Or(shared)
+	return true
+}
+
+// Abandon does what Return does, where nobody will ever know when the kernel refers to the memory no longer: that never changes.
+func (l *Loan) Abandon() {
+	l.state.Or(abandoned)
+	l.Return()
 }
 
 // zeroPage is lent where a memory store has no page. Nobody writes to it.
@@ -43,7 +126,7 @@ func (m *Memory) Lend(off, n int64) ([]byte, *Loan, error) {
 	}
 	in := off % memoryPage
 	end := min(in+n, memoryPage)
-	l := m.slot(off).lend()
+	l := m.slot(off).lend(m)
 	if m.closed.Load() { // before its pages went: the zeros may be no data
 		l.Return()
 		return nil, nil, ErrClosed
@@ -51,24 +134,24 @@ func (m *Memory) Lend(off, n int64) ([]byte, *Loan, error) {
 	return l.page[in:end:end], l, nil
 }
 
-// lend lends the page of s, which may be nil.
-func (s *slot) lend() *Loan {
+// lend lends the page of s, a slot of m or nil.
+func (s *slot) lend(m *Memory) *Loan {
 	if s != nil {
 		s.mu.RLock()
 		mapped := s.mapped
 		if s.page != nil && !mapped {
 			defer s.mu.RUnlock()
-			return s.lendPage()
+			return s.lendPage(m)
 		}
 		s.mu.RUnlock()
 		if mapped {
 			s.mu.Lock()
 			defer s.mu.Unlock()
 			if s.mapped {
-				s.replace(false)
+				s.replace(m, false)
 			}
 			if s.page != nil {
-				return s.lendPage()
+				return s.lendPage(m)
 			}
 		}
 	}
@@ -76,13 +159,13 @@ func (s *slot) lend() *Loan {
 	return &zeroPage
 }
 
-// lendPage lends the page of s.
+// lendPage lends the page of s, a slot of m.
 //
 // Preconditions: s.mu is held, or held for reading; s has a page that is not mapped.
-func (s *slot) lendPage() *Loan {
+func (s *slot) lendPage(m *Memory) *Loan {
 	l := s.loan.Load()
 	if l == nil {
-		l = &Loan{page: s.page}
+		l = &Loan{of: m, page: s.page}
 		if !s.loan.CompareAndSwap(nil, l) { // by another reader
 			l = s.loan.Load()
 		}
@@ -91,23 +174,26 @@ func (s *slot) lendPage() *Loan {
 	return l
 }
 
-// own makes the page of s one that may be written to: if it is lent, the loans keep it, and s gets another. Unless whole, when
+// own makes the page of s, a slot of m, one that may be written to: if it is lent, the loans keep it, and s gets another. Unless whole, when
 // the caller overwrites all of it, it has the same data.
 //
 // Preconditions: s.mu is held; s has a page.
-func (s *slot) own(whole bool) {
+func (s *slot) own(m *Memory, whole bool) {
 	held(&s.mu)
-	if l := s.loan.Load(); l != nil && l.state.Load() > 0 {
-		s.replace(whole)
+	if l := s.loan.Load(); l != nil && l.isLent() {
+		s.replace(m, whole)
 	}
 }
 
 // replace gives s another page, with the same data unless whole.
 //
 // Preconditions: as for own.
-func (s *slot) replace(whole bool) {
+func (s *slot) replace(m *Memory, whole bool) {
 	held(&s.mu)
-	page := pages.get(true)
+	page := m.spares.get()
+	if page == nil {
+		page = pages.get(true)
+	}
 	if !whole {
 		*page = *s.page
 	}
@@ -125,7 +211,9 @@ func (s *slot) replace(whole bool) {
 // Preconditions: s.mu is held.
 func (s *slot) release(page *[memoryPage]byte) {
 	held(&s.mu)
-	if l := s.loan.Swap(nil); l == nil || l.state.Add(replaced) == replaced { // not lent
-		pages.put(page)
+	if l := s.loan.Swap(nil); l == nil { // it was never lent
+		pages.put(page, false)
+	} else {
+		l.settle(l.state.Add(replaced))
 	}
 }

@@ -4,10 +4,15 @@ import (
 	"bytes"
 	"encoding/binary"
 	"errors"
+	"fmt"
+	"io"
 	"math/rand/v2"
+	"os"
 	"sync"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // What was lent does not change, whatever happens to the store, and the store has what was written.
@@ -317,5 +322,168 @@ func TestNoZerosWhileAStoreCloses(t *testing.T) {
 				all.Wait()
 			}
 		})
+	}
+}
+
+// inPipe makes a pipe refer to p, and returns a function that reads what it refers to now.
+func inPipe(t *testing.T, p []byte) (read func() []byte) {
+	t.Helper()
+	r, w, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { r.Close(); w.Close() })
+	iov := []unix.Iovec{{Base: &p[0]}}
+	iov[0].SetLen(len(p))
+	if n, err := unix.Vmsplice(int(w.Fd()), iov, 0); n != len(p) || err != nil {
+		t.Fatal(n, err)
+	}
+	return func() []byte {
+		got := make([]byte, len(p))
+		if _, err := io.ReadFull(r, got); err != nil {
+			t.Error(err)
+		}
+		return got
+	}
+}
+
+// The kernel may refer to a shared page when its loan is over, because an initiator says that it has data which it has not. So no other store gets the memory,
+// neither that of a page that was replaced, nor that of one that was discarded, nor that of a store that was closed.
+func TestSharedPagesAreNotReused(t *testing.T) {
+	const size = 40 * memoryPage // more than a huge page
+	for name, free := range map[string]func(m *Memory, l *Loan) error{
+		"replaced": func(m *Memory, l *Loan) error {
+			err := m.WriteAt(make([]byte, size), 0)
+			l.Return()
+			return err
+		},
+		"discarded": func(m *Memory, l *Loan) error { l.Return(); return m.Discard(0, size) },
+		"closed":    func(m *Memory, l *Loan) error { l.Return(); return m.Close() },
+		"closed before the end of the loan": func(m *Memory, l *Loan) error {
+			err := m.Close()
+			l.Return()
+			return err
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			m := openMemory(t, size)
+			old := bytes.Repeat([]byte("old!"), size/4)
+			if err := m.WriteAt(old, 0); err != nil {
+				t.Fatal(err)
+			}
+			p, l, err := m.Lend(memoryPage, 60<<10)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if !l.Share() {
+				t.Fatal("the page is of the heap")
+			}
+			read := inPipe(t, p)
+			if err := free(m, l); err != nil {
+				t.Fatal(err)
+			}
+			other := openMemory(t, 2*size)
+			secret := bytes.Repeat([]byte("secret! "), size/4)
+			if err := other.WriteAt(secret, 0); err != nil {
+				t.Fatal(err)
+			}
+			if !bytes.Equal(read(), old[:60<<10]) {
+				t.Error("the kernel refers to memory of another store")
+			}
+			got := make([]byte, 2*size)
+			if err := other.ReadAt(got, 0); err != nil || !bytes.Equal(got, secret) {
+				t.Errorf("the other store has other data: %v", err)
+			}
+		})
+	}
+}
+
+// A store keeps some of the shared pages that it has replaced for others that it replaces, and frees them when it is closed.
+func TestSparePages(t *testing.T) {
+	const n = 2 * maxSparePages
+	before := pages.taken(t)
+	m := openMemory(t, n*memoryPage)
+	data := bytes.Repeat([]byte("data"), n*memoryPage/4)
+	for round := range 3 {
+		if err := m.WriteAt(data, 0); err != nil {
+			t.Fatal(err)
+		}
+		var loans []*Loan
+		for i := range int64(n) {
+			_, l, err := m.Lend(i*memoryPage, memoryPage)
+			if err != nil || !l.Share() {
+				t.Fatal(err)
+			}
+			loans = append(loans, l)
+		}
+		copy(data, fmt.Sprint("round ", round))
+		if err := m.WriteAt(data[:n*memoryPage-512], 0); err != nil { // replaces all, of the last one a part
+			t.Fatal(err)
+		}
+		for _, l := range loans {
+			l.Return()
+		}
+		if got := pages.taken(t) - before; got != n+maxSparePages {
+			t.Errorf("%d pages are taken, want %d and %d to spare", got, n, maxSparePages)
+		}
+		got := make([]byte, len(data))
+		if err := m.ReadAt(got, 0); err != nil || !bytes.Equal(got, data) {
+			t.Errorf("the store has other data: %v", err)
+		}
+	}
+	if err := m.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if got := pages.taken(t); got != before {
+		t.Errorf("%d pages are left", got-before)
+	}
+}
+
+// What was lent and abandoned never changes, and its page is free when the store does not need it any longer.
+func TestAbandonedLoans(t *testing.T) {
+	const size = 4 * memoryPage
+	before := pages.taken(t)
+	m := openMemory(t, size)
+	old, fresh := bytes.Repeat([]byte("old!"), size/4), bytes.Repeat([]byte("new?"), size/4)
+	if err := m.WriteAt(old, 0); err != nil {
+		t.Fatal(err)
+	}
+	p, l, err := m.Lend(memoryPage+512, 1024)
+	if err != nil || !l.Share() {
+		t.Fatal(err)
+	}
+	read := inPipe(t, p)
+	l.Abandon()
+	for range 2 {
+		if err := m.WriteAt(fresh[:512], memoryPage+512); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if got := pages.taken(t) - before; got != 4 {
+		t.Errorf("%d pages are taken, want 4: the abandoned one is free", got)
+	}
+	if !bytes.Equal(read(), old[:1024]) {
+		t.Error("what was lent has changed")
+	}
+	got := make([]byte, 1024)
+	if err := m.ReadAt(got, memoryPage+512); err != nil || !bytes.Equal(got, append(bytes.Clone(fresh[:512]), old[:512]...)) {
+		t.Errorf("the store has other data: %v", err)
+	}
+	if err := m.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if got := pages.taken(t); got != before {
+		t.Errorf("%d pages are left", got-before)
+	}
+}
+
+// A page of the heap, which the collector frees, is not shared.
+func TestPagesOfTheHeapAreNotShared(t *testing.T) {
+	if (&Loan{page: new([memoryPage]byte)}).Share() {
+		t.Error("the kernel may refer to memory of the heap")
+	}
+	m := openMemory(t, memoryPage)
+	if _, l, err := m.Lend(0, 512); err != nil || !l.Share() {
+		t.Errorf("zeros that are never freed are not shared: %v", err)
 	}
 }

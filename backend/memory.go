@@ -47,6 +47,8 @@ type Memory struct {
 	closed atomic.Bool
 	root   atomic.Pointer[[]atomic.Pointer[leaf]] // Resize replaces it by a longer one
 
+	spares sparePages
+
 	mu      sync.Mutex // held by makeSlot, Resize and Close
 	mapping []byte     // that Take took pages from; guarded by mu
 
@@ -218,7 +220,7 @@ func (m *Memory) discardPart(s *slot, from, to int) {
 		m.used.Add(-memoryPage)
 		return
 	}
-	s.own(false)
+	s.own(m, false)
 	clear(s.page[from:to])
 	s.changed = true
 }
@@ -226,7 +228,7 @@ func (m *Memory) discardPart(s *slot, from, to int) {
 // Zero implements Store. Pages keep their memory.
 func (m *Memory) Zero(off, n int64) error {
 	return m.clear(off, n, func(s *slot, from, to int) {
-		s.own(to-from == memoryPage)
+		s.own(m, to-from == memoryPage)
 		clear(s.page[from:to])
 		s.changed = true
 	})
@@ -287,6 +289,7 @@ func (m *Memory) Close() error {
 	if m.closed.Swap(true) {
 		return ErrClosed
 	}
+	m.spares.close()
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	root := *m.root.Load()
@@ -355,7 +358,7 @@ func (m *Memory) write(p []byte, off int64, in int) error {
 		}
 		s.page = pages.get(len(p) == memoryPage)
 	}
-	s.own(len(p) == memoryPage)
+	s.own(m, len(p) == memoryPage)
 	copy(s.page[in:], p)
 	s.changed = true
 	return nil

@@ -109,22 +109,42 @@ func (p *pagePool) take() (page *[memoryPage]byte, stale, grown bool) {
 	return c.page(i), stale, grown
 }
 
-// put makes a page free that get has returned.
-func (p *pagePool) put(page *[memoryPage]byte) {
+// chunkOf returns the chunk of a page, and its place there; nil: the page is of the heap.
+//
+// Preconditions: p.mu is held.
+func (p *pagePool) chunkOf(page *[memoryPage]byte) (c *chunk, i int) {
+	at := uintptr(unsafe.Pointer(page))
+	return p.chunks[at-at%chunkSize], int(at % chunkSize / memoryPage)
+}
+
+// has reports whether a page is not of the heap.
+func (p *pagePool) has(page *[memoryPage]byte) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	at := uintptr(unsafe.Pointer(page))
-	c := p.chunks[at-at%chunkSize]
-	if c == nil { // of the heap
+	c, _ := p.chunkOf(page)
+	return c != nil
+}
+
+// put makes a page free that get has returned. shared: the kernel may refer to its memory, so the page gets other memory.
+func (p *pagePool) put(page *[memoryPage]byte, shared bool) {
+	if shared && unix.Madvise(page[:], unix.MADV_DONTNEED) != nil {
+		return // of locked memory: nobody uses the page again
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	c, i := p.chunkOf(page)
+	if c == nil {
 		return
 	}
 	if c.free == 0 {
 		p.add(c)
 	}
-	bit := uint32(1) << (at % chunkSize / memoryPage)
+	bit := uint32(1) << i
 	c.free |= bit
-	c.stale |= bit
-	p.stale++
+	if !shared {
+		c.stale |= bit
+		p.stale++
+	}
 	switch {
 	case c.free == 1<<chunkPages-1:
 		p.remove(c)

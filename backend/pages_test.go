@@ -70,7 +70,7 @@ func TestPagePool(t *testing.T) {
 		delete(held, page)
 		order[i] = order[len(order)-1]
 		order = order[:len(order)-1]
-		p.put(page)
+		p.put(page, false)
 	}
 	if n := p.taken(t); n != len(order) {
 		t.Errorf("%d pages are in use, want %d", n, len(order))
@@ -79,7 +79,7 @@ func TestPagePool(t *testing.T) {
 		t.Errorf("%d bytes are mapped, want %d", n, arenaSize)
 	}
 	for _, page := range order {
-		p.put(page)
+		p.put(page, false)
 	}
 	if n := p.taken(t); n != 0 {
 		t.Errorf("%d pages are in use, want none", n)
@@ -94,7 +94,7 @@ func TestPagePool(t *testing.T) {
 // A page of the heap, which a store got because the kernel had refused memory, is left to the collector.
 func TestPageOfTheHeap(t *testing.T) {
 	var p pagePool
-	p.put(new([memoryPage]byte))
+	p.put(new([memoryPage]byte), false)
 	if len(p.chunks)+len(p.some)+len(p.empty)+p.stale != 0 {
 		t.Errorf("it is in the pool: %+v", &p)
 	}

@@ -187,6 +187,12 @@ type Lent struct {
 // Return ends the loan.
 func (l Lent) Return() { l.Loan.Return() }
 
+// Share does what backend.Loan.Share does.
+func (l Lent) Share() bool { return l.Loan.Share() }
+
+// Abandon does what backend.Loan.Abandon does.
+func (l Lent) Abandon() { l.Loan.Abandon() }
+
 // Lends returns how many bytes of memory Lend would keep for size bytes of data-in that start at off, or 0 if only Produce has
 // them.
 func (n *Nexus) Lends(c *Command, off, size uint64) int {
