@@ -33,18 +33,26 @@ type Gather struct {
 
 	nc    io.Writer
 	vec   buffersWriter // nc, or nil if it does not implement that
+	byRef pagesWriter   // nc, or nil
+	conn  net.Conn      // of SetConn, until RefersPages has looked at it
 	chunk int           // Slab[chunk:] is not in iov yet
 	long  int           // bytes of data in iov
 	small bool          // the first Slab and iov have not sufficed
 	kept  atomic.Bool   // Keep was called
 	lent  *firstMemory  // what Slab and iov are, to be given back; or nil
 	iov   [][]byte      // parts of Slab and data, in the order of the stream
+	pages []int         // those of ReferPages, by their indices in iov
 	bufs  net.Buffers   // iov while it is written without vec
 }
 
 // A buffersWriter is a Socket, or a net.Conn that wraps one and forwards to its WriteBuffers.
 type buffersWriter interface {
 	WriteBuffers(b [][]byte) (int64, error)
+}
+
+// A pagesWriter is a Socket, or a net.Conn that wraps one and forwards to its WritePages.
+type pagesWriter interface {
+	WritePages(b [][]byte, pages []int) (int64, error)
 }
 
 // firstMemory is the first memory of a Gather.
@@ -81,16 +89,21 @@ func (g *Gather) SetConn(nc net.Conn) {
 		g.nc = NewSocket(tcp)
 	}
 	g.vec, _ = g.nc.(buffersWriter)
+	g.byRef, _ = g.nc.(pagesWriter)
+	g.conn = nc
 }
 
 // Room reports whether n bytes and one call of Refer fit before a Flush.
-func (g *Gather) Room(n int) bool {
-	if cap(g.Slab)-len(g.Slab) >= n && len(g.iov)+4 <= cap(g.iov) {
+func (g *Gather) Room(n int) bool { return g.RoomFor(n, 1) }
+
+// RoomFor does what Room does, for that many calls of Refer.
+func (g *Gather) RoomFor(n, calls int) bool {
+	if cap(g.Slab)-len(g.Slab) >= n && len(g.iov)+calls+3 <= cap(g.iov) {
 		return true
 	}
 	if cap(g.Slab) == 0 {
 		g.lend()
-		return g.Room(n)
+		return g.RoomFor(n, calls)
 	}
 	g.small = cap(g.Slab) < slabLen
 	return false
@@ -98,9 +111,27 @@ func (g *Gather) Room(n int) bool {
 
 // Refer adds data after the Slab without copying it. data must not change until Flush has returned.
 func (g *Gather) Refer(data []byte) {
-	g.iov = append(g.iov, g.Slab[g.chunk:], data)
+	if g.chunk < len(g.Slab) {
+		g.iov = append(g.iov, g.Slab[g.chunk:])
+	}
+	g.iov = append(g.iov, data)
 	g.chunk = len(g.Slab)
 	g.long += len(data)
+}
+
+// RefersPages reports whether ReferPages may be called, and is cheaper than Refer.
+func (g *Gather) RefersPages() bool {
+	if g.conn != nil && g.byRef != nil && paces(g.conn) {
+		g.byRef = nil
+	}
+	g.conn = nil
+	return g.byRef != nil
+}
+
+// ReferPages does what Refer does, for data that Socket.WritePages may write.
+func (g *Gather) ReferPages(data []byte) {
+	g.Refer(data)
+	g.pages = append(g.pages, len(g.iov)-1)
 }
 
 // Long returns how many bytes Refer has added.
@@ -118,9 +149,12 @@ func (g *Gather) Flush() error {
 	case 1:
 		_, err = g.nc.Write(g.iov[0])
 	default:
-		if g.vec != nil {
+		switch {
+		case len(g.pages) > 0:
+			_, err = g.byRef.WritePages(g.iov, g.pages)
+		case g.vec != nil:
 			_, err = g.vec.WriteBuffers(g.iov)
-		} else {
+		default:
 			g.bufs = g.iov
 			_, err = g.bufs.WriteTo(g.nc)
 		}
@@ -132,7 +166,7 @@ func (g *Gather) Flush() error {
 
 // Reset forgets what has been collected.
 func (g *Gather) Reset() {
-	g.Slab, g.chunk, g.iov, g.long = g.Slab[:0], 0, g.iov[:0], 0
+	g.Slab, g.chunk, g.iov, g.long, g.pages = g.Slab[:0], 0, g.iov[:0], 0, g.pages[:0]
 	if g.small {
 		g.small, g.lent = false, nil
 		g.Slab, g.iov = make([]byte, 0, slabLen), make([][]byte, 0, iovLen+2)

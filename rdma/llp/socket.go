@@ -38,6 +38,8 @@ type Socket struct {
 	nc      *net.TCPConn
 	raw     syscall.RawConn
 	in, out transfer
+
+	trySplice func(fd uintptr) bool // splicePipe
 }
 
 // A transfer is what a Socket does in one direction.
@@ -52,14 +54,17 @@ type transfer struct {
 	size  int // bytes of iov
 	n     int // bytes read or written
 	errno syscall.Errno
-	waits bool // tryRead waits if nothing has come
+	waits bool    // tryRead waits if nothing has come
+	flags uintptr // of tryWrite and splicePipe, besides the usual ones
+	pipe  int     // of splicePipe
+	piped int     // bytes in it, which are not in size
 }
 
 // NewSocket returns a Socket for nc.
 func NewSocket(nc *net.TCPConn) *Socket {
 	raw, _ := nc.SyscallConn() // it fails only for the zero value of TCPConn
 	s := &Socket{nc: nc, raw: raw}
-	s.in.try, s.out.try = s.tryRead, s.tryWrite
+	s.in.try, s.out.try, s.trySplice = s.tryRead, s.tryWrite, s.splicePipe
 	return s
 }
 
@@ -205,7 +210,7 @@ func (s *Socket) tryWrite(fd uintptr) bool {
 	t := &s.out
 	release()
 	for t.size > 0 {
-		n, errno := t.call(fd, unix.SYS_SENDTO, unix.SYS_SENDMSG, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL)
+		n, errno := t.call(fd, unix.SYS_SENDTO, unix.SYS_SENDMSG, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL|t.flags)
 		switch t.errno = errno; errno {
 		case 0:
 			t.sent(int(n))
@@ -223,6 +228,11 @@ func (s *Socket) tryWrite(fd uintptr) bool {
 func (t *transfer) sent(n int) {
 	t.n += n
 	t.size -= n
+	t.advance(n)
+}
+
+// advance takes the first n bytes from the parts.
+func (t *transfer) advance(n int) {
 	for left := uint64(n); left > 0; {
 		v := &t.iov[0]
 		if v.Len > left {

@@ -172,6 +172,16 @@ func (c *Conn) WriteBuffers(b [][]byte) (int64, error) {
 	return n, err
 }
 
+// WritePages does what WriteBuffers does, without a copy of the parts that pages names: see llp.Socket.WritePages. While c is recorded it copies them.
+func (c *Conn) WritePages(b [][]byte, pages []int) (int64, error) {
+	if c.on.Load() {
+		return c.WriteBuffers(b)
+	}
+	n, err := c.socket.WritePages(b, pages)
+	c.sent += uint64(n)
+	return n, err
+}
+
 // CloseWrite shuts down the writing side of the connection.
 func (c *Conn) CloseWrite() error {
 	if c.on.Load() {

@@ -7,6 +7,7 @@ import (
 
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/config"
+	"github.com/iser-target/iser-target/rdma/llp"
 	"github.com/iser-target/iser-target/security/limits"
 )
 
@@ -25,6 +26,7 @@ func (d *Daemon) limitDescriptors() {
 	}
 	l.Measure(openDescriptors)
 	backend.LimitSpares(l.Max() - reservedDescriptors)
+	llp.LimitPipes(l.Max() - reservedDescriptors)
 }
 
 // fewDescriptors reports whether the connection has one of the last descriptors.

@@ -1,0 +1,224 @@
+package llp
+
+import (
+	"bytes"
+	"errors"
+	"io"
+	"net"
+	"os"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/iser-target/iser-target/tests/testkit"
+	"golang.org/x/sys/unix"
+)
+
+// mapped returns n bytes of memory outside of the heap, with the bytes of stream.
+func mapped(t *testing.T, n int) []byte {
+	t.Helper()
+	m, err := unix.Mmap(-1, 0, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { unix.Munmap(m) })
+	copy(m, stream(n))
+	return m
+}
+
+// inUse returns how many pipes there are, and how many of them are idle.
+func (p *pipePool) inUse() (open, idle int) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.open, len(p.idle)
+}
+
+// headersAndPages cuts m into parts, some of them of single bytes and some of several pages, and returns those for WritePages.
+func headersAndPages(m []byte) (parts [][]byte, pages []int) {
+	for i := 0; len(m) > 0; i++ {
+		n := min([]int{48, 65536, 1, 262144, 3000, 5000, 700000, 512}[i%8], len(m)) // 5000 and 700000 follow each other
+		if i%8 == 1 || i%8 == 3 || i%8 == 5 || i%8 == 6 {
+			pages = append(pages, len(parts))
+		}
+		parts, m = append(parts, m[:n]), m[n:]
+	}
+	return parts, pages
+}
+
+// WritePages writes all parts in their order, waits while the peer takes nothing, and leaves no pipe behind. Data that it has written still changes with its
+// memory, until the peer has it: that is how the kernel refers to it.
+func TestSocketWritesPages(t *testing.T) {
+	a, b := testkit.Pair(t)
+	s := NewSocket(a)
+	const n = 16 << 20
+	m := mapped(t, n)
+	parts, pages := headersAndPages(m)
+	want := stream(n)
+	sent := make(chan error, 1)
+	go func() {
+		k, err := s.WritePages(parts, pages)
+		if err == nil && k != n {
+			err = io.ErrShortWrite
+		}
+		sent <- err
+	}()
+	select {
+	case err := <-sent:
+		t.Fatalf("all is written although nobody reads: %v", err)
+	case <-time.After(50 * time.Millisecond):
+	}
+	got := make([]byte, n)
+	if _, err := io.ReadFull(b, got); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-sent; err != nil {
+		t.Fatal(err)
+	}
+	if !bytes.Equal(got, want) {
+		t.Error("other bytes came")
+	}
+	if open, idle := pipes.inUse(); open != idle {
+		t.Errorf("%d pipes are open, %d idle", open, idle)
+	}
+	one := m[:65536]
+	if _, err := s.WritePages([][]byte{one}, []int{0}); err != nil {
+		t.Fatal(err)
+	}
+	one[100] ^= 0xff
+	if _, err := io.ReadFull(b, got[:len(one)]); err != nil {
+		t.Fatal(err)
+	}
+	if got[100] != one[100] {
+		t.Error("the data was copied")
+	}
+	if n := testing.AllocsPerRun(100, func() {
+		s.WritePages(parts[:4], pages[:2])
+		io.ReadFull(b, got[:size(parts[:4])])
+	}); n != 0 {
+		t.Errorf("%v allocations", n)
+	}
+}
+
+// Where pipes are used up, or may take no more descriptors, data is copied. Peers that take nothing keep maxPipes of them and no more.
+func TestPagesWithoutPipes(t *testing.T) {
+	m := mapped(t, 16<<20)
+	for i := range maxPipes + 3 {
+		a, b := testkit.Pair(t)
+		done := make(chan error, 1)
+		go func() {
+			_, err := NewSocket(a).WritePages([][]byte{m}, []int{0})
+			done <- err
+		}()
+		t.Cleanup(func() { // it fails, and gives back its pipe, with what is in it
+			b.Close()
+			a.Close()
+			if err := <-done; err == nil {
+				t.Error("a peer that takes nothing has taken all")
+			}
+			if open, _ := pipes.inUse(); i == 0 && open > maxIdlePipes {
+				t.Errorf("%d pipes are left", open)
+			}
+		})
+		testkit.Eventually(t, "the writer waits", func() bool {
+			_, owed, _ := Taken(a)
+			return owed > 0
+		})
+	}
+	if open, idle := pipes.inUse(); open != maxPipes || idle != 0 {
+		t.Errorf("%d pipes are open, %d idle, want %d and 0", open, idle, maxPipes)
+	}
+	copies := func() {
+		t.Helper()
+		a, b := testkit.Pair(t)
+		want := bytes.Clone(m[:65536])
+		if n, err := NewSocket(a).WritePages([][]byte{m[:48], m[48:65536]}, []int{1}); n != 65536 || err != nil {
+			t.Fatal(n, err)
+		}
+		m[100] ^= 0xff
+		got := make([]byte, 65536)
+		if _, err := io.ReadFull(b, got); err != nil || !bytes.Equal(got, want) {
+			t.Errorf("other bytes came: %v", err)
+		}
+	}
+	copies()
+	t.Run("descriptors", func(t *testing.T) {
+		old := pipes.open
+		pipes.mu.Lock()
+		pipes.open = 0 // as if nobody had any
+		pipes.mu.Unlock()
+		LimitPipes(3)
+		copies()
+		LimitPipes(1 << 62)
+		pipes.mu.Lock()
+		pipes.open = old
+		pipes.mu.Unlock()
+	})
+}
+
+// WritePages fails as WriteBuffers does, also between a part of a pipe and the rest. Then nobody else gets the pipe.
+func TestSocketFailsToWritePages(t *testing.T) {
+	m := mapped(t, 16<<20)
+	parts, pages := headersAndPages(m)
+	for name, tc := range map[string]struct {
+		end func(a, b net.Conn)
+		is  error
+	}{
+		"a deadline":         {func(a, _ net.Conn) { a.SetWriteDeadline(time.Unix(1, 0)) }, os.ErrDeadlineExceeded},
+		"a closed socket":    {func(a, _ net.Conn) { a.Close() }, net.ErrClosed},
+		"a reset":            {func(_, b net.Conn) { b.(*net.TCPConn).SetLinger(0); b.Close() }, syscall.ECONNRESET},
+		"the end of writing": {func(a, _ net.Conn) { a.(*net.TCPConn).CloseWrite() }, syscall.EPIPE},
+	} {
+		t.Run(name, func(t *testing.T) {
+			a, b := testkit.Pair(t)
+			s := NewSocket(a)
+			go func() {
+				time.Sleep(20 * time.Millisecond)
+				tc.end(a, b)
+			}()
+			n, err := s.WritePages(parts, pages)
+			if !errors.Is(err, tc.is) || n == 0 || n >= 16<<20 {
+				t.Errorf("%d bytes, then %v", n, err)
+			}
+			if open, idle := pipes.inUse(); open != idle {
+				t.Errorf("%d pipes are open, %d idle", open, idle)
+			}
+			x, y := testkit.Pair(t)
+			want := bytes.Clone(m[:65536])
+			if _, err := NewSocket(x).WritePages([][]byte{m[:65536]}, []int{0}); err != nil {
+				t.Fatal(err)
+			}
+			got := make([]byte, 65536)
+			if _, err := io.ReadFull(y, got); err != nil || !bytes.Equal(got, want) {
+				t.Errorf("the next connection gets other bytes: %v", err)
+			}
+		})
+	}
+}
+
+// BBR makes pages dearer than a copy, so a Gather copies.
+func TestGatherCopiesForBBR(t *testing.T) {
+	for control, want := range map[string]bool{"reno": true, "cubic": true, "bbr": false} {
+		a, _ := testkit.Pair(t)
+		raw, err := a.SyscallConn()
+		if err != nil {
+			t.Fatal(err)
+		}
+		raw.Control(func(fd uintptr) { err = unix.SetsockoptString(int(fd), unix.IPPROTO_TCP, unix.TCP_CONGESTION, control) })
+		if err != nil {
+			t.Logf("the kernel has no %s: %v", control, err)
+			continue
+		}
+		var g Gather
+		g.SetConn(a)
+		for range 2 {
+			if got := g.RefersPages(); got != want {
+				t.Errorf("%s: %t", control, got)
+			}
+		}
+	}
+	var g Gather
+	p, _ := net.Pipe()
+	if g.SetConn(p); g.RefersPages() {
+		t.Error("what is no socket has pages")
+	}
+}
