@@ -29,6 +29,11 @@ type Buffer struct {
 	lent  []lun.Lent // by a logical unit
 	keeps int        // bytes of memory that the loans keep; 0: data belongs to the Buffer
 
+	abandoned atomic.Bool // abandon was called
+
+	link  fifo.Link[Buffer] // of Holds
+	until uint32            // see Holds.Hold
+
 	refs atomic.Int32 // owners in addition to the first one
 
 	room   *quota // of the data that is queued for sending; nil: none
@@ -37,6 +42,9 @@ type Buffer struct {
 
 // Bytes returns the memory of b.
 func (b *Buffer) Bytes() []byte { return b.data }
+
+// Lent returns the memory of b where a logical unit has lent it, in the order of the data.
+func (b *Buffer) Lent() []lun.Lent { return b.lent }
 
 // Retain adds an owner of b. Its bytes do not change from now on. The last Release gives b back.
 func (b *Buffer) Retain() { b.refs.Add(1) }
@@ -49,6 +57,29 @@ func (b *Buffer) Sent() {
 		q.done.Add(1)
 		q.release(b.queued)
 	}
+}
+
+// Share reports whether the kernel may refer to the bytes of b until the initiator has them, also after they have left. Then b no longer counts as a piece of
+// data, so nobody waits for its release. The mover gives it to its Holds then.
+func (b *Buffer) Share() bool {
+	if b.keeps == 0 {
+		return false
+	}
+	if b.other { // it is shared
+		return true
+	}
+	for _, l := range b.lent {
+		if !l.Share() {
+			return false
+		}
+	}
+	return b.budget.tryOther(b)
+}
+
+// abandon does what Release does for a shared Buffer of a connection that has ended: nobody will know when the initiator has the bytes, so they never change.
+func (b *Buffer) abandon() {
+	b.abandoned.Store(true)
+	b.Release()
 }
 
 // Release gives b back. The caller must not touch its memory afterwards. Release panics if b was
@@ -67,8 +98,13 @@ func (b *Buffer) Release() {
 	b.Sent()
 	b.budget = nil
 	if b.keeps > 0 {
+		abandoned := b.abandoned.Swap(false)
 		for _, l := range b.lent {
-			l.Return()
+			if abandoned {
+				l.Abandon()
+			} else {
+				l.Return()
+			}
 		}
 		clear(b.lent) // do not keep the data alive
 		b.lent = b.lent[:0]
@@ -421,9 +457,20 @@ func (g *budget) makeOther(b *Buffer) {
 	g.pool.count(b, -1)
 	g.mu.Lock()
 	b.other = true
-	g.free += len(b.data)
+	g.free += b.size()
 	g.serve()
 	g.unlock()
+}
+
+// tryOther does what makeOther does, unless memory is short: one piece of data always finds its part of the share.
+func (g *budget) tryOther(b *Buffer) bool {
+	n := b.size()
+	if !g.charge(n) {
+		return false
+	}
+	g.makeOther(b)
+	g.discharge(n) // of the piece
+	return true
 }
 
 // charge counts n bytes of something other than a piece of data. It returns false if memory is short.

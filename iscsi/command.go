@@ -189,10 +189,10 @@ const lendAtLeast = 32 << 10
 
 // lentBuffer returns a Buffer for the next n bytes of data-in, which the logical unit can lend, else nil. At an
 // ErrorRecoveryLevel above 0 data is kept, for which a copy takes less memory. Where data has a CRC, a copy brings it into the
-// cache of the processor, so that the CRC is cheaper; over RDMA it mostly has one.
+// cache of the processor, so that the CRC is cheaper.
 func (t *Task) lentBuffer(n int) *Buffer {
 	c := t.conn
-	if n < lendAtLeast || c.params.ErrorRecoveryLevel > 0 || c.params.DataDigest || c.dm.RDMA() {
+	if n < lendAtLeast || c.params.ErrorRecoveryLevel > 0 || c.params.DataDigest || c.lent == nil || !c.lent.TakesLent() {
 		return nil
 	}
 	keeps := c.sess.nexus.Lends(&t.cmd, t.off, uint64(n))
@@ -263,27 +263,17 @@ func (t *Task) read() {
 }
 
 // put queues the next n bytes of data-in, which are in b, and gives b away.
-func (t *Task) put(b *Buffer, n int) error {
-	if b.keeps == 0 {
-		err := t.conn.dm.PutData(t, uint32(t.off), b.data[:n], b)
-		if err != nil {
-			b.Release()
-		}
-		t.transfers++
-		return err
+func (t *Task) put(b *Buffer, n int) (err error) {
+	if b.keeps > 0 {
+		err = t.conn.lent.PutLent(t, uint32(t.off), b)
+	} else {
+		err = t.conn.dm.PutData(t, uint32(t.off), b.data[:n], b)
 	}
-	defer b.Release()
-	off := uint32(t.off)
-	for _, l := range b.lent {
-		b.Retain()
-		if err := t.conn.dm.PutData(t, off, l.Data, b); err != nil {
-			b.Release()
-			return err
-		}
-		t.transfers++
-		off += uint32(len(l.Data))
+	if err != nil {
+		b.Release()
 	}
-	return nil
+	t.transfers++
+	return err
 }
 
 // write moves data-out from the initiator piece by piece. Unsolicited data is the beginning of the

@@ -79,6 +79,7 @@ type conn struct {
 	received atomic.Uint64 // PDUs and ends of GetDatas; written by the holder of the baton
 	heard    atomic.Int64  // noticed, for others
 	putOff   putOffFlush
+	lent     LentMover // the mover; nil: it is none
 	brevity  brevity
 
 	waiting atomic.Int32   // goroutines that want the baton
@@ -139,6 +140,7 @@ func newConn(p *Portal, dm Datamover, o ServeOptions) *conn {
 func (c *conn) use(dm Datamover) {
 	c.dm = dm
 	c.putOff.deferrer, _ = dm.(Deferrer)
+	c.lent, _ = dm.(LentMover)
 	if b, ok := dm.(Borrower); ok {
 		b.SetLender(c.budget.other)
 	}

@@ -173,6 +173,15 @@ type Borrower interface {
 	SetLender(lend func(n int) *Buffer)
 }
 
+// A LentMover is a Datamover that sends what logical units lend from where it lies.
+type LentMover interface {
+	// PutLent does what PutData does, with all the data of b, which a logical unit has lent: see Buffer.Lent.
+	PutLent(t *Task, off uint32, b *Buffer) error
+
+	// TakesLent reports whether PutLent is cheaper at present than a copy for PutData.
+	TakesLent() bool
+}
+
 // A Canceler is a Datamover that can call off a GetData. Aborting a task on TCP requires that: Linux
 // does not send the data of a task that it aborts.
 type Canceler interface {

@@ -81,6 +81,8 @@ type Conn struct {
 	batches  uint64  // that Flush has sent
 	closed   bool
 
+	holds iscsi.Holds
+
 	paused    atomic.Bool     // see Pause
 	impatient syscall.RawConn // see SetImpatient: of nc, or nil; for the goroutine in Receive
 	firstTag  uint32          // of Target Transfer Tags: see Continue
@@ -101,6 +103,7 @@ var (
 	_ iscsi.Sizer        = (*Conn)(nil)
 	_ iscsi.Impatient    = (*Conn)(nil)
 	_ iscsi.Borrower     = (*Conn)(nil)
+	_ iscsi.LentMover    = (*Conn)(nil)
 	_ iscsi.Resumable    = (*Conn)(nil)
 )
 
@@ -266,6 +269,23 @@ func (c *Conn) Unbind(it *iscsi.Task) {
 
 // PutData implements iscsi.Datamover by Data-In PDUs.
 func (c *Conn) PutData(it *iscsi.Task, off uint32, data []byte, b *iscsi.Buffer) error {
+	return c.put(it, off, len(data), data, b)
+}
+
+// PutLent implements iscsi.LentMover.
+func (c *Conn) PutLent(it *iscsi.Task, off uint32, b *iscsi.Buffer) error {
+	size := 0
+	for _, l := range b.Lent() {
+		size += len(l.Data)
+	}
+	return c.put(it, off, size, nil, b)
+}
+
+// TakesLent implements iscsi.LentMover. Without a data digest the kernel refers to the data, or copies it once, from where it lies.
+func (c *Conn) TakesLent() bool { return true }
+
+// put queues size bytes of b; data is nil if they are lent.
+func (c *Conn) put(it *iscsi.Task, off uint32, size int, data []byte, b *iscsi.Buffer) error {
 	t, h := it.Mover.(*task), pdu.BHS(it.Header[:])
 	segment := uint32(c.maxSend.Load()) &^ 3 // RFC 7143, section 11.7.7
 	c.mu.Lock()
@@ -275,7 +295,7 @@ func (c *Conn) PutData(it *iscsi.Task, off uint32, data []byte, b *iscsi.Buffer)
 	}
 	i := c.newItem()
 	*i = item{op: pdu.DataIn, itt: t.itt, ttt: pdu.ReservedTag, expCmdSN: h.ExpCmdSN(), maxCmdSN: h.MaxCmdSN(),
-		stretch: stretch{sn: t.dataSN, off: off, size: uint32(len(data)), segment: segment, burst: c.burst},
+		stretch: stretch{sn: t.dataSN, off: off, size: uint32(size), segment: segment, burst: c.burst},
 		data:    data, buf: b}
 	if c.recovers {
 		c.keep(t, i)
@@ -482,6 +502,7 @@ func (c *Conn) Close() error {
 	c.mu.Unlock()
 	err := c.nc.Close()
 	c.abandon(net.ErrClosed)
+	c.holds.End()
 	return err
 }
 

@@ -48,6 +48,7 @@ type target struct {
 	prefix int // bytes that are read before New
 	opt    Options
 	wrap   func(net.Conn) net.Conn // what the target's end of a connection becomes; nil: nothing
+	made   func(*Conn)             // is called for each connection; nil: nothing
 	wg     sync.WaitGroup
 }
 
@@ -96,6 +97,9 @@ func startTarget(tb testing.TB, change ...func(*target, *iscsi.Options)) *target
 	if tg.l, err = net.Listen("tcp", "127.0.0.1:0"); err != nil {
 		tb.Fatal(err)
 	}
+	if tg.lends {
+		testkit.Unpaced(tb, tg.l.(*net.TCPListener))
+	}
 	tg.portal = tg.node.AddPortal(iscsi.PortalConfig{Listen: tg.l.Addr().String(), TPGT: 1})
 	tg.wg.Add(1)
 	go tg.serve()
@@ -139,6 +143,9 @@ func (tg *target) serve() {
 			c := New(nc, o)
 			if w, ok := nc.(*testkit.Watcher); ok {
 				w.Unread = c.Unread
+			}
+			if tg.made != nil {
+				tg.made(c)
 			}
 			tg.portal.Serve(c, iscsi.ServeOptions{})
 		}()

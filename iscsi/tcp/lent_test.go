@@ -11,6 +11,7 @@ import (
 
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/security/limits"
 	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
@@ -74,6 +75,99 @@ func TestLentDataDoesNotChange(t *testing.T) {
 			}
 		})
 	}
+}
+
+// Data that has left, so that the kernel refers to the memory of the LUN, does not change until the initiator has read it: not when the slot of the task is free,
+// not when another initiator overwrites it meanwhile, and not when the connection has ended. The memory is held until the initiator acknowledges the
+// status, and no longer.
+func TestSentDataDoesNotChange(t *testing.T) {
+	for _, tc := range []struct {
+		name string
+		keys []string
+		ends bool // the target ends the connection
+	}{
+		{name: "in one PDU", keys: []string{"MaxRecvDataSegmentLength=262144"}},
+		{name: "in two PDUs with header digests", keys: []string{"HeaderDigest=CRC32C", "MaxRecvDataSegmentLength=40000"}},
+		{name: "at the end of the connection", keys: []string{"MaxRecvDataSegmentLength=262144"}, ends: true},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			var first atomic.Pointer[Conn]
+			tg := startTarget(t, func(tg *target, _ *iscsi.Options) {
+				tg.lends, tg.made = true, func(c *Conn) { first.CompareAndSwap(nil, c) }
+			})
+			reader := tg.login(t, tc.keys...)
+			writer := tg.login(t, "MaxRecvDataSegmentLength=262144")
+			const size, at = 64 << 10, 100 // of two pages
+			fill := func(b byte) { writer.writeAll(at, bytes.Repeat([]byte{b}, size), 0, 262144, 262144) }
+			fill('a')
+			c := first.Load()
+			read := reader.scsi(pdu.FlagR, cdb.Read10(at, size/blockLen), size)
+			reader.send(read, nil)
+			held := func() bool {
+				s := tg.node.Stats()
+				return s.TasksInFlight == 0 && s.BufferOctets == 0 && c.holds.Len() == 1
+			}
+			testkit.Eventually(t, "the data has left", held)
+			if tc.ends {
+				c.Close()
+				testkit.Eventually(t, "nothing is held", func() bool { return c.holds.Len() == 0 })
+			}
+			fill('b')
+			if got, _, _ := reader.readData(read, 262144); !bytes.Equal(got, bytes.Repeat([]byte{'a'}, size)) {
+				t.Errorf("%d bytes of the READ are not those from before", size-bytes.Count(got, []byte{'a'}))
+			}
+			if tc.ends {
+				return
+			}
+			if c.holds.Len() != 1 {
+				t.Error("the target does not hold the data that nobody has acknowledged")
+			}
+			for range 3 { // each acknowledges the one before
+				if got := reader.read(at, size/blockLen, 262144); !bytes.Equal(got, bytes.Repeat([]byte{'b'}, size)) {
+					t.Error("the next READ does not have the new data")
+				}
+				testkit.Eventually(t, "one READ is held", held)
+			}
+			reader.send(reader.nopOut(), nil)
+			reader.want(pdu.NOPIn)
+			testkit.Eventually(t, "nothing is held", func() bool { return c.holds.Len() == 0 })
+		})
+	}
+}
+
+// An initiator that acknowledges nothing makes the target hold what its share of the memory permits, and then gets copies. Another one is served meanwhile.
+func TestHeldDataIsBounded(t *testing.T) {
+	var first atomic.Pointer[Conn]
+	tg := startTarget(t, func(tg *target, o *iscsi.Options) {
+		tg.lends, tg.made = true, func(c *Conn) { first.CompareAndSwap(nil, c) }
+		o.Shared = limits.New()
+		o.Shared.Memory.SetMax(8 << 20)
+	})
+	keys := []string{"MaxRecvDataSegmentLength=262144"}
+	greedy, neighbor := tg.login(t, keys...), tg.login(t, keys...)
+	greedy.acksLate = true
+	const size = 64 << 10
+	want := random(2 * size)
+	neighbor.writeAll(0, want, 0, 262144, 262144)
+	var most int
+	for range 400 { // 25 MiB
+		if got := greedy.read(0, size/blockLen, 262144); !bytes.Equal(got, want[:size]) {
+			t.Fatal("other data")
+		}
+		most = max(most, first.Load().holds.Len())
+	}
+	if most < 2 || most > 8<<20/size {
+		t.Errorf("%d READs were held, want 2 to %d", most, 8<<20/size)
+	}
+	for range 10 {
+		if got := neighbor.read(0, 2*size/blockLen, 262144); !bytes.Equal(got, want) {
+			t.Error("the neighbor has other data")
+		}
+	}
+	greedy.ExpStatSN = greedy.statSN
+	greedy.send(greedy.nopOut(), nil)
+	greedy.want(pdu.NOPIn)
+	testkit.Eventually(t, "nothing is held", func() bool { return first.Load().holds.Len() == 0 })
 }
 
 // READs of lent memory see a WRITE ATOMIC of the same blocks entirely or not at all, also across pages.

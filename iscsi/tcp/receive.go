@@ -63,6 +63,9 @@ func (c *Conn) Receive(n *iscsi.Notice) error {
 			return nil
 		}
 		ok, err := c.receivePDU(n)
+		if ok && rx.fullFeature {
+			c.holds.Acknowledge(pdu.BHS(n.BHS).ExpStatSN())
+		}
 		switch {
 		case ok:
 			return nil

@@ -14,6 +14,9 @@ import (
 
 const digestLen = 4
 
+// shareAtLeast is the number of bytes in a Data-In from which the kernel refers to data that a logical unit has lent. Less is cheaper to copy.
+const shareAtLeast = 32 << 10
+
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
 // updateDigest returns crc extended by p. A CRC32C starts as 0 (RFC 7143, section 13.1).
@@ -34,8 +37,12 @@ type item struct {
 	expCmdSN, maxCmdSN uint32  // when it was queued
 
 	stretch
-	data []byte
+	data []byte // nil: all that is lent to buf
 	buf  *iscsi.Buffer
+
+	// The kernel refers to data, which must not change until the initiator has it: when ExpStatSN is until or later.
+	shared bool
+	until  uint32
 
 	// At an ErrorRecoveryLevel above 0:
 	recovers bool
@@ -140,14 +147,17 @@ func (c *Conn) done(l list) {
 	var departure iscsi.Departure
 	for i := l.Pop(); i != nil; i = l.Pop() {
 		t, by := i.task, i.by
-		if i.op == pdu.DataIn {
+		switch {
+		case i.shared:
+			c.holds.Hold(i.buf, i.until)
+		case i.op == pdu.DataIn:
 			if i.recovers && !i.repeated { // others may keep it
 				i.buf.Sent()
 			}
 			i.buf.Release()
 		}
 		if i.op == pdu.DataIn || i.op == pdu.R2T {
-			i.buf, i.data, i.task, i.by = nil, nil, nil, nil
+			i.buf, i.data, i.task, i.by, i.shared = nil, nil, nil, nil, false
 			free.Push(i, &i.link)
 		}
 		if t != nil {
@@ -193,9 +203,15 @@ func (c *Conn) sendDataIn(i *item) error {
 		off, last = i.from, i.to
 	}
 	s.advance(i.expCmdSN, i.maxCmdSN)
+	if i.shared = i.data == nil && min(size, i.segment) >= shareAtLeast && s.out.RefersPages() && i.buf.Share(); i.shared {
+		i.until = s.statSN + 1 // the next status leaves after the data
+		if i.task != nil {
+			i.until = pdu.BHS(i.task.t.Header[:]).StatSN() + 1
+		}
+	}
 	for off < last {
 		n := i.cut(off)
-		h, err := c.header()
+		h, err := c.header(len(i.buf.Lent()))
 		if err != nil {
 			return err
 		}
@@ -224,7 +240,11 @@ func (c *Conn) sendDataIn(i *item) error {
 		}
 		h.SetExpCmdSN(s.expCmdSN)
 		h.SetMaxCmdSN(s.maxCmdSN)
-		c.trailer(h, i.data[off:end], s.digests)
+		if i.data == nil {
+			c.lentTrailer(h, i, off, end)
+		} else {
+			c.trailer(h, i.data[off:end], s.digests)
+		}
 		sn++
 		off = end
 	}
@@ -234,7 +254,7 @@ func (c *Conn) sendDataIn(i *item) error {
 // sendR2T encodes an R2T. It carries the next StatSN without advancing it (RFC
 // 7143, section 11.8.3).
 func (c *Conn) sendR2T(i *item) error {
-	h, err := c.header()
+	h, err := c.header(0)
 	if err != nil {
 		return err
 	}
@@ -256,7 +276,7 @@ func (c *Conn) sendR2T(i *item) error {
 
 // sendControl encodes the PDU of SendControl.
 func (c *Conn) sendControl(t *task) error {
-	h, err := c.header()
+	h, err := c.header(0)
 	if err != nil {
 		return err
 	}
@@ -295,11 +315,11 @@ func (s *sender) advance(expCmdSN, maxCmdSN uint32) {
 	}
 }
 
-// header starts a PDU and returns its BHS. trailer ends the PDU.
-func (c *Conn) header() (pdu.BHS, error) {
+// header starts a PDU, with that many parts of lent data, and returns its BHS. trailer or lentTrailer ends the PDU.
+func (c *Conn) header(parts int) (pdu.BHS, error) {
 	out := &c.tx.out
 	const most = pdu.BHSLen + llp.CopyBelow + 3 + 2*digestLen
-	if !out.Room(most) {
+	if !out.RoomFor(most, max(parts, 1)) {
 		if err := out.Flush(); err != nil {
 			return nil, err
 		}
@@ -309,15 +329,39 @@ func (c *Conn) header() (pdu.BHS, error) {
 	return pdu.BHS(out.Slab[n:]), nil
 }
 
+// startTrailer completes the header of a PDU with n bytes of data.
+func (c *Conn) startTrailer(h pdu.BHS, n int, d digests) {
+	h.SetDataSegmentLength(n)
+	if d.header {
+		c.tx.out.Slab = binary.LittleEndian.AppendUint32(c.tx.out.Slab, updateDigest(0, h))
+	}
+}
+
+// lentTrailer does what trailer does, for bytes off to end of the data of i, which is lent: whole words without a digest.
+func (c *Conn) lentTrailer(h pdu.BHS, i *item, off, end uint32) {
+	out := &c.tx.out
+	c.startTrailer(h, int(end-off), c.tx.digests)
+	at := uint32(0)
+	for _, l := range i.buf.Lent() {
+		next := at + uint32(len(l.Data))
+		if from, to := max(off, at), min(end, next); from < to {
+			part := l.Data[from-at : to-at]
+			if i.shared {
+				out.ReferPages(part)
+			} else {
+				out.Refer(part)
+			}
+		}
+		at = next
+	}
+}
+
 var zeros [3]byte
 
 // trailer ends the PDU that header has started. It adds the data segment and digests.
 func (c *Conn) trailer(h pdu.BHS, data []byte, d digests) {
 	out := &c.tx.out
-	h.SetDataSegmentLength(len(data))
-	if d.header {
-		out.Slab = binary.LittleEndian.AppendUint32(out.Slab, updateDigest(0, h))
-	}
+	c.startTrailer(h, len(data), d)
 	if len(data) == 0 {
 		return
 	}

@@ -104,7 +104,7 @@ func TestDigestVectors(t *testing.T) {
 			}
 			// On the way out: a PDU whose data segment is b without its padding.
 			c := &Conn{}
-			h, _ := c.header()
+			h, _ := c.header(0)
 			h.Reset(pdu.NOPIn, pdu.FlagF)
 			n := len(b)
 			if v.id == "V-ISCSI-13" {
@@ -115,7 +115,7 @@ func TestDigestVectors(t *testing.T) {
 				t.Errorf("data digest %s, want %s", got, v.want)
 			}
 			if len(b) == pdu.BHSLen {
-				h, _ := c.header()
+				h, _ := c.header(0)
 				copy(h, b)
 				at := len(c.tx.out.Slab)
 				c.trailer(h, nil, digests{header: true, data: true})
