@@ -86,6 +86,10 @@ type Conn struct {
 	flushed     fifo.Queue[task] // GetDatas that nobody will answer
 	gone        error            // why the connection has ended
 	puts        *put             // free
+	statSN      uint32           // of the next status that is posted, if numbered
+	numbered    bool             // a status was posted
+
+	holds iscsi.Holds
 }
 
 var (
@@ -98,6 +102,7 @@ var (
 	_ iscsi.Sizer      = (*Conn)(nil)
 	_ iscsi.Impatient  = (*Conn)(nil)
 	_ iscsi.Resumable  = (*Conn)(nil)
+	_ iscsi.LentMover  = (*Conn)(nil)
 )
 
 // task is the mover's state of a task slot.
@@ -114,12 +119,14 @@ type task struct {
 	link fifo.Link[task] // in waiting or flushed
 }
 
-// put is a PutData that is being sent.
+// put is a PutData, or a part of a PutLent, that is being sent.
 type put struct {
-	c    *Conn
-	wr   rdma.WorkRequest
-	b    *iscsi.Buffer
-	next *put
+	c      *Conn
+	wr     rdma.WorkRequest
+	b      *iscsi.Buffer
+	shared bool   // the kernel refers to the data of b, all of which has left with this part
+	until  uint32 // ExpStatSN of an initiator that has it then
+	next   *put
 }
 
 // Accept answers the MPA Request on nc. It returns the connection in RDMA mode, before
@@ -293,7 +300,11 @@ func (c *Conn) Missing() int { return c.rc.Missing() }
 func (c *Conn) SetReceiveDeadline(t time.Time) error { return c.rc.SetReceiveDeadline(t) }
 
 // Close implements iscsi.Datamover.
-func (c *Conn) Close() error { return c.rc.Close() }
+func (c *Conn) Close() error {
+	err := c.rc.Close()
+	c.holds.End()
+	return err
+}
 
 // CloseWrite implements iscsi.Datamover.
 func (c *Conn) CloseWrite() error { return c.rc.CloseWrite() }
@@ -390,6 +401,44 @@ func (c *Conn) PutData(it *iscsi.Task, off uint32, data []byte, b *iscsi.Buffer)
 	return nil
 }
 
+// TakesLent implements iscsi.LentMover: see lentBuffer of package iscsi.
+func (c *Conn) TakesLent() bool { return c.rc.RefersPages() }
+
+// PutLent implements iscsi.LentMover by an RDMA Write of each part.
+func (c *Conn) PutLent(it *iscsi.Task, off uint32, b *iscsi.Buffer) error {
+	r := it.Mover.(*task).remote.Read
+	if !r.Valid {
+		return errors.New("the command has no Read STag")
+	}
+	c.mu.Lock()
+	shared := c.numbered
+	c.mu.Unlock()
+	shared = shared && c.rc.RefersPages() && b.Share()
+	lent := b.Lent()
+	for i, l := range lent {
+		last := i == len(lent)-1
+		if !last {
+			b.Retain()
+		}
+		p := c.takePut()
+		p.b, p.shared = b, shared && last
+		p.wr.Op, p.wr.Data, p.wr.STag, p.wr.TO, p.wr.Pages = rdma.Write, l.Data, r.STag, r.Base+uint64(off), shared
+		c.mu.Lock()
+		p.until = c.statSN + 1 // that status will be posted later
+		err := c.rc.Post(&p.wr)
+		c.mu.Unlock()
+		if err != nil {
+			c.givePut(p)
+			if !last {
+				b.Release()
+			}
+			return err
+		}
+		off += uint32(len(l.Data))
+	}
+	return nil
+}
+
 // takePut returns a free put, or a new one.
 func (c *Conn) takePut() *put {
 	c.mu.Lock()
@@ -406,7 +455,7 @@ func (c *Conn) takePut() *put {
 
 // givePut makes p free.
 func (c *Conn) givePut(p *put) {
-	p.b, p.wr.Data = nil, nil
+	p.b, p.shared, p.wr.Data, p.wr.Pages = nil, false, nil, false
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	p.next, c.puts = c.puts, p
@@ -414,9 +463,13 @@ func (c *Conn) givePut(p *put) {
 
 // WorkDone implements rdma.Completer. The data has left.
 func (p *put) WorkDone(*rdma.WorkRequest, error) {
-	b := p.b
+	b, shared, until := p.b, p.shared, p.until
 	p.c.givePut(p)
-	b.Release()
+	if shared {
+		p.c.holds.Hold(b, until)
+	} else {
+		b.Release()
+	}
 }
 
 // GetData implements iscsi.Datamover by an RDMA Read.
@@ -492,7 +545,9 @@ func (c *Conn) SendControl(it *iscsi.Task) error {
 	copy(t.head[HeaderLen:], it.Header[:])
 	wr := &t.send
 	wr.Op, wr.Head, wr.Data, wr.STag = rdma.Send, t.head[:], it.Segment, 0
-	switch pdu.BHS(it.Header[:]).Opcode() {
+	h := pdu.BHS(it.Header[:])
+	next := h.StatSN()
+	switch h.Opcode() {
 	case pdu.SCSIResponse:
 		if stag := t.remote.toInvalidate(); stag != 0 && c.invalidates {
 			wr.Op, wr.STag = rdma.SendInvalidate, stag
@@ -501,6 +556,14 @@ func (c *Conn) SendControl(it *iscsi.Task) error {
 	case pdu.LoginResp, pdu.TextResp: // padded, as other targets do
 		n := len(it.Segment)
 		wr.Data = append(it.Segment[:n:n], make([]byte, pdu.Padded(n)-n)...)
+	}
+	if h.Opcode() != pdu.NOPIn || h.ITT() != pdu.ReservedTag { // RFC 7143, section 11.19.2
+		next++
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if !c.numbered || pdu.Before(c.statSN, next) { // else the status is repeated
+		c.numbered, c.statSN = true, next
 	}
 	return c.rc.Post(wr)
 }
@@ -594,6 +657,9 @@ func (c *Conn) message(n *iscsi.Notice) (ok bool, err error) {
 	if data > c.recvSegment {
 		return false, &FormatError{fmt.Errorf("%v: data segment of %d bytes, but the limit is %d", bhs.Opcode(), data,
 			c.recvSegment)}
+	}
+	if c.fullFeature.Load() {
+		c.holds.Acknowledge(bhs.ExpStatSN())
 	}
 	c.hdr, c.bhs = h, bhs
 	*n = iscsi.Notice{BHS: bhs, AHS: rest[:ahs:ahs], Data: rest[ahs:][:data:data]}

@@ -105,6 +105,7 @@ type Conn struct {
 	wake     chan struct{} // has room for one
 	gone     chan struct{} // closed by Close
 	deferred atomic.Bool   // Defer was called: Flush before Receive waits
+	refers   atomic.Bool   // see RefersPages; written by the goroutine in Flush
 
 	aside sync.WaitGroup // that goroutine, and nudge
 

@@ -52,6 +52,9 @@ type WorkRequest struct {
 	// has taken it, or (with an error) it will not be sent. That says nothing about
 	// the peer. The end of a Read is an Event instead.
 	Done Completer
+	// Pages permits the kernel to refer to Data of a Write instead of copying it, also after Done: until the peer has said by its own protocol that it
+	// has the message. Data must not change until then, and its memory must not be of the heap. See RefersPages.
+	Pages bool
 
 	posted bool // between Post and its end; kept in builds with the tag "invariants"
 	next   *WorkRequest
@@ -118,6 +121,9 @@ const (
 	// in the cache, where the CRC has brought them, when TCP copies them.
 	writeLen = 128 << 10
 
+	// pagesAtLeast is the number of bytes in an FPDU from which the kernel refers to data. Less is cheaper to copy.
+	pagesAtLeast = 16 << 10
+
 	// remeasure is the number of flushes after which send reads the segment size again.
 	remeasure = 64
 	// terminateTime limits how long it may take to send a Terminate.
@@ -174,6 +180,9 @@ func (c *Conn) readPending(stag wire.STag) bool {
 	}
 	return false
 }
+
+// RefersPages reports whether WorkRequest.Pages saves time at present: FPDUs are long, and have neither Markers nor CRCs.
+func (c *Conn) RefersPages() bool { return c.refers.Load() }
 
 // Flush sends what the queue holds, and waits until TCP has taken it. If another
 // goroutine is in Flush, that one sends everything and this call returns at once. A
@@ -340,6 +349,7 @@ func (c *Conn) send(batch list) error {
 	s := &c.tx
 	if s.flushes%remeasure == 0 {
 		s.mulpdu = c.mulpdu()
+		c.refers.Store(!c.crc && !c.markersOut && s.mulpdu >= pagesAtLeast && s.out.RefersPages())
 	}
 	s.flushes++
 	for wr := batch.head; wr != nil; wr = wr.next {
@@ -394,7 +404,7 @@ func (c *Conn) sendReadRequest(wr *WorkRequest) error {
 	wire.Untagged{Last: true, ULP: wire.OpReadRequest.Control(), QN: wire.QNReadRequest, MSN: s.readMSN}.Put(b)
 	wire.ReadRequest{SinkSTag: wr.sink, Size: uint32(wr.got), SrcSTag: wr.STag, SrcTO: wr.TO}.Put(b[wire.UntaggedLen:])
 	s.readMSN++
-	return c.trailer(n, nil, nil)
+	return c.trailer(n, nil, nil, false)
 }
 
 // segments cuts the message of wr into DDP segments of at most one MULPDU. put encodes
@@ -410,7 +420,7 @@ func (c *Conn) segments(wr *WorkRequest, hlen int, put func(b []byte, off int, l
 		}
 		put(b, off, off+n == size)
 		k := min(n, len(head))
-		if err := c.trailer(hlen, head[:k], data[:n-k]); err != nil {
+		if err := c.trailer(hlen, head[:k], data[:n-k], wr.Pages); err != nil {
 			return err
 		}
 		head, data = head[k:], data[n-k:]
@@ -436,8 +446,8 @@ func (c *Conn) header(n int) ([]byte, error) {
 }
 
 // trailer ends the FPDU that header has started, after the caller has written the DDP
-// header of hlen bytes. It adds the payload, head and data, then PAD and CRC.
-func (c *Conn) trailer(hlen int, head, data []byte) error {
+// header of hlen bytes. It adds the payload, head and data, then PAD and CRC. pages: see WorkRequest.
+func (c *Conn) trailer(hlen int, head, data []byte, pages bool) error {
 	out := &c.tx.out
 	c.counts.sent.fpdus.Add(1)
 	start := len(out.Slab) - wire.LengthLen
@@ -456,7 +466,11 @@ func (c *Conn) trailer(hlen int, head, data []byte) error {
 		crc = wire.UpdateCRC(0, out.Slab[start:])
 	}
 	if !short {
-		out.Refer(data)
+		if pages && len(data) >= pagesAtLeast && !c.crc && out.RefersPages() {
+			out.ReferPages(data)
+		} else {
+			out.Refer(data)
+		}
 		if c.crc {
 			crc = wire.UpdateCRC(crc, data)
 		}

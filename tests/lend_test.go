@@ -2,6 +2,7 @@ package tests
 
 import (
 	"bufio"
+	"bytes"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -10,6 +11,7 @@ import (
 	"log/slog"
 	"net"
 	"os"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -18,6 +20,9 @@ import (
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/lun"
 	"github.com/iser-target/iser-target/lun/state"
+	"github.com/iser-target/iser-target/rdma"
+	"github.com/iser-target/iser-target/rdma/llp"
+	"github.com/iser-target/iser-target/rdma/wire"
 	"github.com/iser-target/iser-target/tests/initiator"
 	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
@@ -41,23 +46,30 @@ func lendingTarget(t *testing.T) *target {
 	t.Helper()
 	tg := startTarget(t, targetOptions{stream: noRDMA, quiet: true, node: iscsi.Options{ConnectionMemory: 8 << 20}})
 	for id := range uint16(2) {
-		s, err := backend.OpenMemory(backend.MemoryConfig{Size: 64 << 20, BlockSize: 512})
-		if err != nil {
-			t.Fatal(err)
-		}
-		identity, err := state.Ephemeral().Get(fmt.Sprintf("lent %d", id))
-		if err != nil {
-			t.Fatal(err)
-		}
-		u, err := lun.New(s, lun.Options{Identity: identity})
-		if err != nil {
-			t.Fatal(err)
-		}
-		if err := tg.inventories[0].Add(lentLUN+id, u); err != nil {
-			t.Fatal(err)
-		}
+		tg.addLent(t, lentLUN+id)
 	}
 	return tg
+}
+
+// addLent adds a memory LUN that lends.
+func (tg *target) addLent(t *testing.T, id uint16) backend.Store {
+	t.Helper()
+	s, err := backend.OpenMemory(backend.MemoryConfig{Size: 64 << 20, BlockSize: 512})
+	if err != nil {
+		t.Fatal(err)
+	}
+	identity, err := state.Ephemeral().Get(fmt.Sprintf("lent %d", id))
+	if err != nil {
+		t.Fatal(err)
+	}
+	u, err := lun.New(s, lun.Options{Identity: identity})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := tg.inventories[0].Add(id, u); err != nil {
+		t.Fatal(err)
+	}
+	return s
 }
 
 // stamped returns the content of n blocks from lba on in one version: each 16 bytes tell the LUN, the block and the version.
@@ -249,6 +261,97 @@ func (r *silentReader) tmf(function byte, itt uint32) {
 	h.SetReferencedTaskTag(itt)
 	h.SetRefCmdSN(r.cmdSN[itt])
 	r.write(streamPDU(h, nil))
+}
+
+// A pagesCounter is a socket that counts what leaves, and the parts of it whose pages the kernel refers to instead of copying them.
+type pagesCounter struct {
+	*net.TCPConn
+	socket        *llp.Socket
+	octets, pages *atomic.Int64
+}
+
+func (c pagesCounter) Write(p []byte) (int, error) {
+	n, err := c.socket.Write(p)
+	c.octets.Add(int64(n))
+	return n, err
+}
+
+func (c pagesCounter) WriteBuffers(b [][]byte) (int64, error) {
+	n, err := c.socket.WriteBuffers(b)
+	c.octets.Add(n)
+	return n, err
+}
+
+func (c pagesCounter) WritePages(b [][]byte, pages []int) (int64, error) {
+	n, err := c.socket.WritePages(b, pages)
+	c.octets.Add(n)
+	c.pages.Add(int64(len(pages)))
+	return n, err
+}
+
+// Over iSER without CRCs, too, data leaves from where it lies in the LUN. It does not change before the initiator has received it, also if another one overwrites
+// it when it has left already, and when its connection has ended. With CRCs it is copied.
+func TestSentDataOverISER(t *testing.T) {
+	for name, tc := range map[string]struct{ crc, ends bool }{"no CRC": {}, "CRC": {crc: true}, "the connection is lost": {ends: true}} {
+		t.Run(name, func(t *testing.T) {
+			var octets, pages atomic.Int64
+			var ends atomic.Pointer[net.TCPConn]
+			o := rdma.Options{NoCRC: !tc.crc}
+			tg := startTarget(t, targetOptions{stream: rdmaFirst, quiet: true, rdma: o, wrap: func(nc net.Conn) net.Conn {
+				ends.Store(nc.(*net.TCPConn))
+				testkit.Unpaced(t, nc.(*net.TCPConn))
+				return pagesCounter{nc.(*net.TCPConn), llp.NewSocket(nc.(*net.TCPConn)), &octets, &pages}
+			}})
+			s := tg.addLent(t, lentLUN)
+			p := tg.rawLogin(t, initiator.Options{RDMA: o}, lentLUN)
+			const size, at = 64 << 10, 100 * 512 // of two pages
+			fill := func(b byte) {
+				if err := s.WriteAt(bytes.Repeat([]byte{b}, size), at); err != nil {
+					t.Fatal(err)
+				}
+			}
+			read := func() pdu.BHS {
+				h := p.scsi(pdu.FlagR, size, cdb.Read16(100, size/512))
+				h.SetLUN([8]byte{1: lentLUN})
+				p.send(sink(7, 0), h, nil)
+				return h
+			}
+			receive := func(h pdu.BHS, want byte) {
+				t.Helper()
+				got := make([]byte, size)
+				m := p.next()
+				for ; m.op == wire.OpWrite; m = p.next() {
+					copy(got[m.tagged.TO:], m.payload)
+				}
+				if m.bhs == nil || m.bhs.Opcode() != pdu.SCSIResponse || m.bhs.ITT() != h.ITT() || m.bhs.Status() != 0 {
+					t.Fatalf("%v % x", m.op, m.payload)
+				}
+				if n := bytes.Count(got, []byte{want}); n != size {
+					t.Errorf("%d bytes of the READ are others than %q", size-n, want)
+				}
+			}
+			fill('a')
+			receive(read(), 'a') // from here on the target knows how long FPDUs are
+			for _, b := range []byte{'b', 'c', 'd'} {
+				old, before := b-1, octets.Load()
+				h := read()
+				testkit.Eventually(t, "the data has left", func() bool {
+					st := tg.node.Stats()
+					return octets.Load() > before+size && st.TasksInFlight == 0 && st.BuffersOut == 0
+				})
+				if tc.ends && b == 'd' {
+					ends.Load().CloseWrite()
+					p.nc.(*net.TCPConn).CloseWrite()
+					testkit.Eventually(t, "the end of the connection", func() bool { return tg.node.Stats().Connections == 0 })
+				}
+				fill(b)
+				receive(h, old)
+			}
+			if got := pages.Load(); got > 0 == tc.crc {
+				t.Errorf("the kernel refers to %d parts, with CRCs: %t", got, tc.crc)
+			}
+		})
+	}
 }
 
 // Memory that a LUN has lent to READs which an initiator does not take. Whatever happens meanwhile, what arrives is what some WRITE

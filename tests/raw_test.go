@@ -73,14 +73,14 @@ func (tg *target) dialStream(t testing.TB, o initiator.Options) *raw {
 	return &raw{t: t, nc: nc, o: o.Complete(), sendMSN: 1, recvMSN: 1, readMSN: 1}
 }
 
-// mpaRequest returns what ib_iser over siw sends, with CRCs.
+// mpaRequest returns what ib_iser over siw sends, with CRCs unless the Options say otherwise.
 func (p *raw) mpaRequest() []byte {
 	p.t.Helper()
 	ird := uint16(128)
 	if p.o.RDMA.IRD != 0 {
 		ird = uint16(p.o.RDMA.IRD)
 	}
-	req := wire.Startup{Rev: 2, CRC: true, Enhanced: true, Depths: wire.Depths{IRD: ird, ORD: 1},
+	req := wire.Startup{Rev: 2, CRC: !p.o.RDMA.NoCRC, Enhanced: true, Depths: wire.Depths{IRD: ird, ORD: 1},
 		Private: []byte{0x80, 0, 0, 0}}
 	if p.o.NoInvalidate {
 		req.Private[0] |= 0x40
@@ -252,7 +252,7 @@ func (p *raw) segment() (*message, error) {
 	if _, err := io.ReadFull(p.nc, b[2:]); err != nil {
 		return nil, err
 	}
-	if body, crc := b[:len(b)-4], b[len(b)-4:]; wire.CRC(crc) != wire.UpdateCRC(0, body) {
+	if body, crc := b[:len(b)-4], b[len(b)-4:]; !p.o.RDMA.NoCRC && wire.CRC(crc) != wire.UpdateCRC(0, body) {
 		p.t.Fatal("bad CRC")
 	}
 	m := &message{fpdu: b[:2+n]}
