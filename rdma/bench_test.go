@@ -5,6 +5,8 @@ import (
 	"io"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/iser-target/iser-target/tests/testkit"
 )
 
@@ -57,36 +59,50 @@ func BenchmarkRawTCP(b *testing.B) {
 
 // BenchmarkWrite measures a stream of RDMA Writes with a Send at its end.
 func BenchmarkWrite(b *testing.B) {
-	for _, crc := range []bool{true, false} {
+	for _, kind := range []struct {
+		name       string
+		crc, pages bool
+	}{{"crc=true", true, false}, {"crc=false", false, false}, {"crc=false,pages", false, true}} {
 		for _, size := range sizes {
-			b.Run(fmt.Sprintf("crc=%t/%s", crc, size.name), func(b *testing.B) {
-				i, r := pair(b, Options{NoCRC: !crc}, Options{NoCRC: !crc})
-				i.Grow()
-				r.Grow()
-				var region Region
-				stag := r.Register(&region, make([]byte, size.n), 0, RemoteWrite)
-				arrived := make(chan error)
-				go func() {
-					var ev Event
-					arrived <- r.Receive(&ev)
-				}()
-				data := make([]byte, size.n)
-				free := make(windowed, 16)
-				for range cap(free) {
-					free <- &WorkRequest{Op: Write, Data: data, STag: stag, Done: free}
-				}
-				b.SetBytes(int64(size.n))
-				b.ReportAllocs()
-				b.ResetTimer()
-				for range b.N {
-					post(b, i, <-free)
-				}
-				post(b, i, &WorkRequest{Op: Send})
-				if err := <-arrived; err != nil {
-					b.Fatal(err)
-				}
-			})
+			b.Run(kind.name+"/"+size.name, func(b *testing.B) { benchmarkWrite(b, size.n, kind.crc, kind.pages) })
 		}
+	}
+}
+
+// benchmarkWrite measures RDMA Writes of n bytes. pages: the kernel refers to them, as to the pages of a LUN in memory.
+func benchmarkWrite(b *testing.B, n int, crc, pages bool) {
+	i, r := pair(b, Options{NoCRC: !crc}, Options{NoCRC: !crc})
+	i.Grow()
+	r.Grow()
+	var region Region
+	stag := r.Register(&region, make([]byte, n), 0, RemoteWrite)
+	arrived := make(chan error)
+	go func() {
+		var ev Event
+		arrived <- r.Receive(&ev)
+	}()
+	data := make([]byte, n)
+	if pages {
+		m, err := unix.Mmap(-1, 0, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_POPULATE)
+		if err != nil {
+			b.Fatal(err)
+		}
+		b.Cleanup(func() { unix.Munmap(m) })
+		data = m
+	}
+	free := make(windowed, 16)
+	for range cap(free) {
+		free <- &WorkRequest{Op: Write, Data: data, STag: stag, Done: free, Pages: pages}
+	}
+	b.SetBytes(int64(n))
+	b.ReportAllocs()
+	b.ResetTimer()
+	for range b.N {
+		post(b, i, <-free)
+	}
+	post(b, i, &WorkRequest{Op: Send})
+	if err := <-arrived; err != nil {
+		b.Fatal(err)
 	}
 }
 

@@ -10,8 +10,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/iser-target/iser-target/tests/testkit"
 	"golang.org/x/sys/unix"
+
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // mapped returns n bytes of memory outside of the heap, with the bytes of stream.

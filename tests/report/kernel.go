@@ -65,6 +65,8 @@ var streamRows = []struct {
 }{
 	{"RDMA Writes of 64 KiB, no CRC", "Write/crc=false/64K", "64K", 0.95},
 	{"RDMA Writes of 1 MiB, no CRC", "Write/crc=false/1M", "1M", 0.95},
+	{"RDMA Writes of 64 KiB by pages, no CRC", "Write/crc=false,pages/64K", "64K", 0.95},
+	{"RDMA Writes of 1 MiB by pages, no CRC", "Write/crc=false,pages/1M", "1M", 0.95},
 	{"RDMA Writes of 64 KiB, CRC", "Write/crc=true/64K", "64K", 0.8},
 	{"RDMA Writes of 1 MiB, CRC", "Write/crc=true/1M", "1M", 0.8},
 }
