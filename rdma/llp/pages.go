@@ -12,8 +12,10 @@ import (
 )
 
 const (
-	// pipeSize is how many bytes of pages a pipe refers to, 4 KiB or a part of them each. If the kernel permits less, a call of WritePages takes more steps.
-	pipeSize = 512 << 10
+	// pipeSize is how many bytes of pages a pipe refers to, 4 KiB or a part of them each. If the kernel permits less, a call of WritePages takes more steps, with less
+	// than leastPipe so many that a copy is cheaper.
+	pipeSize  = 512 << 10
+	leastPipe = 64 << 10
 	// maxPipes bounds the pipes of the process: of peers that take nothing, each keeps one. Without a pipe, data is copied.
 	maxPipes = 32
 	// maxIdlePipes is how many pipes stay open while nobody uses them.
@@ -58,12 +60,15 @@ func (p *pipePool) take() (pipe, bool) {
 		return pipe{}, false
 	}
 	x := pipe{in: fds[1], out: fds[0]}
-	if int64(max(x.in, x.out)) >= pipeLimit.Load() {
+	size, err := unix.FcntlInt(uintptr(x.in), unix.F_SETPIPE_SZ, pipeSize)
+	if err != nil {
+		size, err = unix.FcntlInt(uintptr(x.in), unix.F_GETPIPE_SZ, 0)
+	}
+	if err != nil || size < leastPipe || int64(max(x.in, x.out)) >= pipeLimit.Load() {
 		x.close()
 		return pipe{}, false
 	}
 	p.open++
-	_, _ = unix.FcntlInt(uintptr(x.in), unix.F_SETPIPE_SZ, pipeSize) // else it has less room
 	return x, true
 }
 
