@@ -90,16 +90,16 @@ func (t *Task) takeCommand(n *Notice) error {
 	}
 	t.bound = true
 	if t.unsolicited > 0 {
-		t.takeImmediate(n.Data, int(out))
+		t.takeImmediate(n.Data, n.Buffer, int(out))
 	}
 	return nil
 }
 
 // takeImmediate finds memory for the unsolicited data of t, which is to write out bytes, and copies
-// immediate data there.
+// immediate data there, unless b, which may be nil, has that memory.
 //
 // Preconditions: c.baton is held.
-func (t *Task) takeImmediate(data []byte, out int) {
+func (t *Task) takeImmediate(data []byte, b *Buffer, out int) {
 	c := t.conn
 	// A longer transfer goes through a Buffer: put the immediate data there at once. But a task
 	// that still waits for something must not hold a Buffer.
@@ -109,6 +109,12 @@ func (t *Task) takeImmediate(data []byte, out int) {
 		t.buf = c.budget.try(whole)
 	}
 	if t.buf == nil {
+		if b != nil && len(b.data) >= int(t.unsolicited) {
+			t.giveStash()
+			b.Retain()
+			t.stash = b
+			return
+		}
 		if room := t.room(int(t.unsolicited)); room != nil {
 			copy(room, data)
 			return

@@ -316,6 +316,8 @@ type Notice struct {
 	BHS  []byte // 48 bytes
 	AHS  []byte // whole AHS area, a multiple of 4 bytes
 	Data []byte // data segment without padding
+	// Buffer, if not nil, begins with Data, and the mover writes nothing more to it: the core may Retain it.
+	Buffer *Buffer
 	// Begun is when the BHS had come, if the rest of the PDU came later. Zero: it did not, or that is
 	// not known.
 	Begun time.Time

@@ -690,7 +690,7 @@ func (t *Task) takeCommandAgain(r *RequestState) error {
 	}
 	t.bound = true
 	if t.unsolicited > 0 {
-		t.takeImmediate(r.Data, int(out))
+		t.takeImmediate(r.Data, nil, int(out))
 	}
 	return nil
 }

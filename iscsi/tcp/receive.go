@@ -259,7 +259,7 @@ func (c *Conn) receiveLong(n *iscsi.Notice, size int) error {
 	}
 	data := rx.big.Bytes()[:size:size]
 	good, err := c.place(data)
-	n.Data = data
+	n.Data, n.Buffer = data, rx.big
 	c.judge(n, good)
 	return err
 }

@@ -660,3 +660,32 @@ func TestFailedNegotiation(t *testing.T) {
 		t.Errorf("Data-In of %d bytes, agreed were 1024", n)
 	}
 }
+
+// Immediate data that is longer than the receive window stays where it was received until the store has it. PDUs that come meanwhile go elsewhere.
+func TestLongImmediateData(t *testing.T) {
+	tg := startTarget(t)
+	c := tg.login(t, "ImmediateData=Yes", "FirstBurstLength=65536")
+	const n, blocks = 8, 65536 / blockLen
+	for round := range 3 { // slots are used again
+		all, hold := random(n*65536), make(chan struct{})
+		tg.store.Hook(func(op backendtest.Op, _, _ int64) error {
+			if op == backendtest.WriteAt {
+				<-hold
+			}
+			return nil
+		})
+		for i := range n {
+			c.send(c.scsi(pdu.FlagW, cdb.Write10(uint32(i*blocks), blocks), 65536), all[i*65536:][:65536])
+		}
+		testkit.Eventually(t, "all WRITEs are in the store", func() bool { return tg.store.Calls(backendtest.WriteAt) == (round+1)*n })
+		close(hold)
+		for range n {
+			if p := c.want(pdu.SCSIResponse); p.h.Status() != 0 {
+				t.Fatalf("WRITE: %x", []byte(p.h))
+			}
+		}
+		if !bytes.Equal(tg.stored(0, len(all)), all) {
+			t.Fatal("the LUN does not hold what was written")
+		}
+	}
+}
