@@ -45,13 +45,16 @@ func (l *Loan) settle(state int32) {
 	case state&(replaced|lentMask) != replaced:
 	case state&shared == 0:
 		pages.put(l.page, false)
-	case state&abandoned != 0 || !l.of.spares.put(l.page):
+	case state&abandoned != 0 || !l.of.spares.put(l.page, l.of.mostSpares()):
 		pages.put(l.page, true)
 	}
 }
 
-// maxSparePages is how many spare pages a store keeps: 2 MiB.
+// maxSparePages bounds the spare pages of a store: 2 MiB.
 const maxSparePages = 32
+
+// mostSpares returns how many spare pages m may keep: an eighth of its pages at most.
+func (m *Memory) mostSpares() int { return int(min(maxSparePages, m.used.Load()/memoryPage/8)) }
 
 // sparePages are shared pages that no slot has. The store has them for pages that it replaces, because to give their memory back would split huge pages.
 type sparePages struct {
@@ -60,11 +63,11 @@ type sparePages struct {
 	closed bool
 }
 
-// put takes a page, unless there are enough.
-func (s *sparePages) put(page *[memoryPage]byte) bool {
+// put takes a page, unless there are most of them.
+func (s *sparePages) put(page *[memoryPage]byte, most int) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.closed || len(s.list) == maxSparePages {
+	if s.closed || len(s.list) >= most {
 		return false
 	}
 	s.list = append(s.list, page)
@@ -84,15 +87,22 @@ func (s *sparePages) get() *[memoryPage]byte {
 	return page
 }
 
-// close frees the pages.
-func (s *sparePages) close() {
+// trim frees all but the first pages, as many as most.
+func (s *sparePages) trim(most int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.closed = true
-	for _, page := range s.list {
-		pages.put(page, true)
+	for n := len(s.list); n > most; n-- {
+		pages.put(s.list[n-1], true)
+		s.list = s.list[:n-1]
 	}
-	s.list = nil
+}
+
+// close frees the pages, now and in future.
+func (s *sparePages) close() {
+	s.mu.Lock()
+	s.closed = true
+	s.mu.Unlock()
+	s.trim(0)
 }
 
 // Share notes that the kernel may refer to the memory, as the buffers of a socket do, also when the process has returned it. Nobody can take such references

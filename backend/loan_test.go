@@ -400,7 +400,7 @@ func TestSharedPagesAreNotReused(t *testing.T) {
 
 // A store keeps some of the shared pages that it has replaced for others that it replaces, and frees them when it is closed.
 func TestSparePages(t *testing.T) {
-	const n = 2 * maxSparePages
+	const n = 10 * maxSparePages
 	before := pages.taken(t)
 	m := openMemory(t, n*memoryPage)
 	data := bytes.Repeat([]byte("data"), n*memoryPage/4)
@@ -430,6 +430,12 @@ func TestSparePages(t *testing.T) {
 		if err := m.ReadAt(got, 0); err != nil || !bytes.Equal(got, data) {
 			t.Errorf("the store has other data: %v", err)
 		}
+	}
+	if err := m.Discard(0, (n-16)*memoryPage); err != nil {
+		t.Fatal(err)
+	}
+	if got := pages.taken(t) - before; got != 16+2 {
+		t.Errorf("after Discard %d pages are taken, want 16 and an eighth of that to spare", got)
 	}
 	if err := m.Close(); err != nil {
 		t.Fatal(err)

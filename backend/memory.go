@@ -208,7 +208,10 @@ func (m *Memory) WriteDurable(p []byte, off int64) error { return m.WriteAt(p, o
 func (m *Memory) Sync() error { return m.check(0, 0) }
 
 // Discard implements Store. It frees the pages that are entirely in the range.
-func (m *Memory) Discard(off, n int64) error { return m.clear(off, n, m.discardPart) }
+func (m *Memory) Discard(off, n int64) error {
+	defer func() { m.spares.trim(m.mostSpares()) }()
+	return m.clear(off, n, m.discardPart)
+}
 
 // discardPart discards the bytes [from, to) of a page.
 //
