@@ -76,7 +76,7 @@ func (b *Buffer) Share() bool {
 	return b.budget.tryOther(b)
 }
 
-// abandon does what Release does for a shared Buffer of a connection that has ended: nobody will know when the initiator has the bytes, so they never change.
+// abandon does what Release does, at the end of the connection of a shared Buffer: nobody learns then when the initiator has the bytes, so they never change.
 func (b *Buffer) abandon() {
 	b.abandoned.Store(true)
 	b.Release()

@@ -290,7 +290,7 @@ func (c pagesCounter) WritePages(b [][]byte, pages []int) (int64, error) {
 }
 
 // Over iSER without CRCs, too, data leaves from where it lies in the LUN. It does not change before the initiator has received it, also if another one overwrites
-// it when it has left already, and when its connection has ended. With CRCs it is copied.
+// it when it has left already, or after the end of the connection. With CRCs it is copied.
 func TestSentDataOverISER(t *testing.T) {
 	for name, tc := range map[string]struct{ crc, ends bool }{"no CRC": {}, "CRC": {crc: true}, "the connection is lost": {ends: true}} {
 		t.Run(name, func(t *testing.T) {

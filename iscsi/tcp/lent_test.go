@@ -78,7 +78,7 @@ func TestLentDataDoesNotChange(t *testing.T) {
 }
 
 // Data that has left, so that the kernel refers to the memory of the LUN, does not change until the initiator has read it: not when the slot of the task is free,
-// not when another initiator overwrites it meanwhile, and not when the connection has ended. The memory is held until the initiator acknowledges the
+// not when another initiator overwrites it meanwhile, and not after the end of the connection. The memory is held until the initiator acknowledges the
 // status, and no longer.
 func TestSentDataDoesNotChange(t *testing.T) {
 	for _, tc := range []struct {

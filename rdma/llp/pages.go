@@ -92,16 +92,8 @@ func (x pipe) close() {
 // paces reports whether the congestion control of nc is BBR, which cuts what it sends into small pieces at the pace of the network. That costs more with pages of 4 KiB
 // than the copy to larger ones.
 func paces(nc net.Conn) (paces bool) {
-	sc, ok := nc.(syscall.Conn)
-	if !ok {
-		return false
-	}
-	raw, err := sc.SyscallConn()
-	if err != nil {
-		return false
-	}
-	_ = raw.Control(func(fd uintptr) {
-		name, err := unix.GetsockoptString(int(fd), unix.IPPROTO_TCP, unix.TCP_CONGESTION)
+	control(nc, func(fd int) {
+		name, err := unix.GetsockoptString(fd, unix.IPPROTO_TCP, unix.TCP_CONGESTION)
 		paces = err == nil && strings.HasPrefix(name, "bbr")
 	})
 	return paces
@@ -142,8 +134,8 @@ func (s *Socket) WritePages(b [][]byte, pages []int) (n int64, err error) {
 
 // writeMore does what WriteBuffers does, before pages: the kernel may wait for them.
 func (s *Socket) writeMore(b [][]byte) (int64, error) {
-	s.out.flags = unix.MSG_MORE
-	defer func() { s.out.flags = 0 }()
+	s.out.more = true
+	defer func() { s.out.more = false }()
 	return s.WriteBuffers(b)
 }
 
@@ -151,60 +143,30 @@ func (s *Socket) writeMore(b [][]byte) (int64, error) {
 func (s *Socket) splice(p pipe, b [][]byte, more bool) (n int64, empty bool, err error) {
 	t := &s.out
 	t.long = t.begin(t.long[:0], b...)
-	t.pipe = p.out
-	for t.size > 0 {
-		if t.piped, t.errno = t.refer(p); t.errno != 0 { // no memory for it, for example
-			n, err = s.write("writev")
-			return n, true, err
-		}
+	t.refers, t.pipe, t.more = true, p, more
+	n, err = s.write("splice")
+	empty = t.piped == 0
+	t.refers, t.piped, t.more = false, 0, false
+	return n, empty, err
+}
+
+// refer makes the pipe refer to the beginning of the parts of t, as far as it has room.
+func (t *transfer) refer() syscall.Errno {
+	n, _, errno := unix.RawSyscall6(unix.SYS_VMSPLICE, uintptr(t.pipe.in), uintptr(unsafe.Pointer(&t.iov[0])), uintptr(min(len(t.iov), maxIov)), unix.SPLICE_F_NONBLOCK, 0, 0)
+	if errno == 0 {
+		t.piped = int(n)
 		t.size -= t.piped
 		t.advance(t.piped)
-		t.flags = 0
-		if more || t.size > 0 {
-			t.flags = unix.SPLICE_F_MORE
-		}
-		err = s.raw.Write(s.trySplice)
-		t.flags = 0
-		if err != nil || t.errno != 0 {
-			break
-		}
 	}
-	t.forget()
-	switch {
-	case err != nil:
-		err = named("write", err)
-	case t.errno != 0:
-		err = s.failed("write", "splice", t.errno)
-	}
-	return int64(t.n), err == nil, err
+	return errno
 }
 
-// refer makes p refer to the beginning of the parts of t, as far as it has room, and returns how many bytes that is.
-func (t *transfer) refer(p pipe) (int, syscall.Errno) {
-	for {
-		n, _, errno := unix.RawSyscall6(unix.SYS_VMSPLICE, uintptr(p.in), uintptr(unsafe.Pointer(&t.iov[0])), uintptr(min(len(t.iov), maxIov)), unix.SPLICE_F_NONBLOCK, 0, 0)
-		if errno != unix.EINTR {
-			return int(n), errno
-		}
+// splice writes what is in the pipe, as much as a call may without the knowledge of Go's scheduler: the kernel may encrypt it by ESP.
+func (t *transfer) splice(fd uintptr) (int, syscall.Errno) {
+	flags := uintptr(unix.SPLICE_F_NONBLOCK)
+	if t.more || t.size > 0 || t.piped > silentLen {
+		flags |= unix.SPLICE_F_MORE
 	}
-}
-
-// splicePipe writes what the socket takes from the pipe of s.out. It returns false if the rest has to wait.
-func (s *Socket) splicePipe(fd uintptr) bool {
-	t := &s.out
-	release()
-	for t.piped > 0 {
-		n, _, errno := unix.RawSyscall6(unix.SYS_SPLICE, uintptr(t.pipe), 0, fd, 0, uintptr(t.piped), unix.SPLICE_F_NONBLOCK|t.flags)
-		switch t.errno = errno; errno {
-		case 0:
-			t.piped -= int(n)
-			t.n += int(n)
-		case unix.EAGAIN:
-			return false
-		case unix.EINTR:
-		default:
-			return true
-		}
-	}
-	return true
+	n, _, errno := unix.RawSyscall6(unix.SYS_SPLICE, uintptr(t.pipe.out), 0, fd, 0, uintptr(min(t.piped, silentLen)), flags)
+	return int(n), errno
 }

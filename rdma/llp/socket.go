@@ -38,8 +38,6 @@ type Socket struct {
 	nc      *net.TCPConn
 	raw     syscall.RawConn
 	in, out transfer
-
-	trySplice func(fd uintptr) bool // splicePipe
 }
 
 // A transfer is what a Socket does in one direction.
@@ -54,17 +52,20 @@ type transfer struct {
 	size  int // bytes of iov
 	n     int // bytes read or written
 	errno syscall.Errno
-	waits bool    // tryRead waits if nothing has come
-	flags uintptr // of tryWrite and splicePipe, besides the usual ones
-	pipe  int     // of splicePipe
-	piped int     // bytes in it, which are not in size
+	waits bool // tryRead waits if nothing has come
+	more  bool // tryWrite: the kernel may wait for what follows
+
+	// Of WritePages:
+	refers bool // tryWrite lets pipe refer to the parts
+	pipe   pipe
+	piped  int // bytes in it, which are not in size
 }
 
 // NewSocket returns a Socket for nc.
 func NewSocket(nc *net.TCPConn) *Socket {
 	raw, _ := nc.SyscallConn() // it fails only for the zero value of TCPConn
 	s := &Socket{nc: nc, raw: raw}
-	s.in.try, s.out.try, s.trySplice = s.tryRead, s.tryWrite, s.splicePipe
+	s.in.try, s.out.try = s.tryRead, s.tryWrite
 	return s
 }
 
@@ -209,11 +210,11 @@ func (s *Socket) write(call string) (int64, error) {
 func (s *Socket) tryWrite(fd uintptr) bool {
 	t := &s.out
 	release()
-	for t.size > 0 {
-		n, errno := t.call(fd, unix.SYS_SENDTO, unix.SYS_SENDMSG, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL|t.flags)
+	for t.size+t.piped > 0 {
+		n, errno := t.send(fd)
 		switch t.errno = errno; errno {
 		case 0:
-			t.sent(int(n))
+			t.sent(n)
 		case unix.EAGAIN:
 			return false
 		case unix.EINTR:
@@ -224,9 +225,29 @@ func (s *Socket) tryWrite(fd uintptr) bool {
 	return true
 }
 
+// send makes one system call that writes.
+func (t *transfer) send(fd uintptr) (int, syscall.Errno) {
+	if t.refers && t.piped == 0 && t.refer() != 0 { // no memory for it, for example: a copy has its own errors
+		t.refers = false
+	}
+	if t.piped > 0 {
+		return t.splice(fd)
+	}
+	flags := uintptr(unix.MSG_DONTWAIT | unix.MSG_NOSIGNAL)
+	if t.more {
+		flags |= unix.MSG_MORE
+	}
+	n, errno := t.call(fd, unix.SYS_SENDTO, unix.SYS_SENDMSG, flags)
+	return int(n), errno
+}
+
 // sent takes the first n bytes from what is left.
 func (t *transfer) sent(n int) {
 	t.n += n
+	if t.piped > 0 {
+		t.piped -= n
+		return
+	}
 	t.size -= n
 	t.advance(n)
 }
