@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/tests/interop/harness"
+	"github.com/iser-target/iser-target/tests/interop/vm"
 )
 
 // speedConfig is the configuration of a target with a portal that requires IPsec, and one that does not.
@@ -73,6 +74,25 @@ speed() {
 .
 `
 
+// speedTarget starts the target of speedConfig in the virtual machine, until the test ends, and logs in.
+func speedTarget(tb testing.TB) *vm.VM {
+	tb.Helper()
+	v := boot(tb)
+	need(tb, "nsenter")
+	harness.Copy(tb, filepath.Join(v.Files(), "iser-target"))
+	if err := os.WriteFile(filepath.Join(v.Files(), "config.yaml"), []byte(speedConfig), 0o600); err != nil {
+		tb.Fatal(err)
+	}
+	tb.Cleanup(func() {
+		if tb.Failed() && v.Broken() == nil {
+			v.Try(tb, "tail -n 40 /run/iser-target.log >&2", quick)
+		}
+		v.Run(tb, ipsecDown+"rm -f /run/iser-target.log\n", long)
+	})
+	v.Run(tb, ipsecUp+speedUp, 2*long)
+	return v
+}
+
 // speedTime is how long each fio of BenchmarkIPsec runs, in seconds.
 const speedTime = 2
 
@@ -94,19 +114,8 @@ func speedCases() (list []speedCase) {
 // BenchmarkIPsec compares the commands per second of the Linux initiator with and without ESP, in the virtual machine. An iteration is a round of all
 // cases; both portals take turns. It prints the medians as a table.
 func BenchmarkIPsec(b *testing.B) {
-	v := boot(b)
-	need(b, "fio", "nsenter")
-	harness.Copy(b, filepath.Join(v.Files(), "iser-target"))
-	if err := os.WriteFile(filepath.Join(v.Files(), "config.yaml"), []byte(speedConfig), 0o600); err != nil {
-		b.Fatal(err)
-	}
-	b.Cleanup(func() {
-		if b.Failed() && v.Broken() == nil {
-			v.Try(b, "tail -n 40 /run/iser-target.log >&2", quick)
-		}
-		v.Run(b, ipsecDown+"rm -f /run/iser-target.log\n", long)
-	})
-	v.Run(b, ipsecUp+speedUp, 2*long)
+	v := speedTarget(b)
+	need(b, "fio")
 	out := v.Run(b, ". /run/ipsec.sh\non /run/share/iser-target session list -o json --socket /run/iser-target.sock", quick)
 	if strings.Count(out, `"esp-tunnel aes128gcm16 esn"`) != 2 || strings.Count(out, `"tsih"`) != 4 {
 		b.Fatalf("sessions:\n%s", out)

@@ -1,30 +1,15 @@
 package interop_test
 
 import (
-	"os"
-	"path/filepath"
 	"strings"
 	"testing"
-
-	"github.com/iser-target/iser-target/tests/interop/harness"
 )
 
 // The kernel refers to the pages of a LUN in memory while it sends them (rdma/llp/pages.go). ESP must not encrypt them where they lie: all initiators read
 // what was written, again and again, whether their path has ESP or not.
 func TestIPsecLeavesMemory(t *testing.T) {
-	v := boot(t)
-	need(t, "nsenter")
-	harness.Copy(t, filepath.Join(v.Files(), "iser-target"))
-	if err := os.WriteFile(filepath.Join(v.Files(), "config.yaml"), []byte(speedConfig), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if t.Failed() && v.Broken() == nil {
-			v.Try(t, "tail -n 40 /run/iser-target.log >&2", quick)
-		}
-		v.Run(t, ipsecDown+"rm -f /run/iser-target.log /run/random\n", long)
-	})
-	v.Run(t, ipsecUp+speedUp, 2*long)
+	v := speedTarget(t)
+	t.Cleanup(func() { v.Run(t, "rm -f /run/random\n", quick) })
 	out := v.Run(t, `
 . /run/ipsec.sh
 pipes() { ls -l /proc/$(pgrep -x iser-target)/fd | grep -c pipe: || true; }
