@@ -282,7 +282,7 @@ func (c pagesCounter) WriteBuffers(b [][]byte) (int64, error) {
 	return n, err
 }
 
-func (c pagesCounter) WritePages(b [][]byte, pages []int) (int64, error) {
+func (c pagesCounter) WritePages(b [][]byte, pages []llp.PagesPart) (int64, error) {
 	n, err := c.socket.WritePages(b, pages)
 	c.octets.Add(n)
 	c.pages.Add(int64(len(pages)))

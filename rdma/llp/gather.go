@@ -41,7 +41,7 @@ type Gather struct {
 	kept  atomic.Bool   // Keep was called
 	lent  *firstMemory  // what Slab and iov are, to be given back; or nil
 	iov   [][]byte      // parts of Slab and data, in the order of the stream
-	pages []int         // those of ReferPages, by their indices in iov
+	pages []PagesPart   // those of ReferPages and ReferPipe
 	bufs  net.Buffers   // iov while it is written without vec
 }
 
@@ -52,7 +52,7 @@ type buffersWriter interface {
 
 // A pagesWriter is a Socket, or a net.Conn that wraps one and forwards to its WritePages.
 type pagesWriter interface {
-	WritePages(b [][]byte, pages []int) (int64, error)
+	WritePages(b [][]byte, pages []PagesPart) (int64, error)
 }
 
 // firstMemory is the first memory of a Gather.
@@ -121,17 +121,33 @@ func (g *Gather) Refer(data []byte) {
 
 // RefersPages reports whether ReferPages may be called, and is cheaper than Refer.
 func (g *Gather) RefersPages() bool {
-	if g.conn != nil && g.byRef != nil && paces(g.conn) {
+	if g.conn != nil && !RefersPages(g.conn) {
 		g.byRef = nil
 	}
 	g.conn = nil
 	return g.byRef != nil
 }
 
+// RefersPages reports whether a Gather that writes to nc refers to pages.
+func RefersPages(nc net.Conn) bool {
+	switch nc.(type) {
+	case *net.TCPConn, pagesWriter:
+		return !paces(nc)
+	}
+	return false
+}
+
 // ReferPages does what Refer does, for data that Socket.WritePages may write.
 func (g *Gather) ReferPages(data []byte) {
 	g.Refer(data)
-	g.pages = append(g.pages, len(g.iov)-1)
+	g.pages = append(g.pages, PagesPart{Index: len(g.iov) - 1})
+}
+
+// ReferPipe does what Refer does, for the next n bytes of p. RefersPages has returned true.
+func (g *Gather) ReferPipe(p *Pipe, n int) {
+	g.Refer(nil)
+	g.pages = append(g.pages, PagesPart{len(g.iov) - 1, p, n})
+	g.long += n
 }
 
 // Long returns how many bytes Refer has added.
@@ -143,10 +159,10 @@ func (g *Gather) Flush() error {
 		g.iov = append(g.iov, g.Slab[g.chunk:])
 	}
 	var err error
-	switch len(g.iov) {
-	case 0:
+	switch {
+	case len(g.iov) == 0:
 		return nil
-	case 1:
+	case len(g.iov) == 1 && len(g.pages) == 0:
 		_, err = g.nc.Write(g.iov[0])
 	default:
 		switch {
@@ -166,6 +182,7 @@ func (g *Gather) Flush() error {
 
 // Reset forgets what has been collected.
 func (g *Gather) Reset() {
+	clear(g.pages)
 	g.Slab, g.chunk, g.iov, g.long, g.pages = g.Slab[:0], 0, g.iov[:0], 0, g.pages[:0]
 	if g.small {
 		g.small, g.lent = false, nil

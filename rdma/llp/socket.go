@@ -57,8 +57,8 @@ type transfer struct {
 
 	// Of WritePages:
 	refers bool // tryWrite lets pipe refer to the parts
-	pipe   pipe
-	piped  int // bytes in it, which are not in size
+	pipe   *Pipe
+	piped  int // bytes in it to be written, which are not in size
 }
 
 // NewSocket returns a Socket for nc.
@@ -193,7 +193,7 @@ func (s *Socket) tryRead(fd uintptr) bool {
 func (s *Socket) write(call string) (int64, error) {
 	t := &s.out
 	var err error
-	if t.size > 0 {
+	if t.size+t.piped > 0 {
 		err = s.raw.Write(t.try)
 	}
 	t.forget()
@@ -246,6 +246,7 @@ func (t *transfer) sent(n int) {
 	t.n += n
 	if t.piped > 0 {
 		t.piped -= n
+		t.pipe.left -= n
 		return
 	}
 	t.size -= n

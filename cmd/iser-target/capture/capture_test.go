@@ -17,7 +17,10 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
+	"github.com/iser-target/iser-target/rdma/llp"
 	"github.com/iser-target/iser-target/tests/testkit"
 )
 
@@ -57,7 +60,7 @@ func (p *pair) send(tb testing.TB, b []byte) {
 	}
 }
 
-// answer writes parts at the target with one call and reads them at the initiator. Of three, the second may go by its pages.
+// answer writes parts at the target with one call and reads them at the initiator. Of three, half of the second may go by its pages, and the rest by a pipe.
 func (p *pair) answer(tb testing.TB, parts ...[]byte) {
 	tb.Helper()
 	n := size(parts)
@@ -71,7 +74,14 @@ func (p *pair) answer(tb testing.TB, parts ...[]byte) {
 	case 1:
 		_, err = p.target.Write(parts[0])
 	case 3:
-		_, err = p.target.WritePages(parts, []int{1})
+		half := min(len(parts[1])/2, 4096)
+		pipe := llp.TakePipe(half, 0)
+		if _, err := unix.Write(pipe.In(), parts[1][:half]); err != nil {
+			tb.Fatal(err)
+		}
+		pipe.Filled(half)
+		_, err = p.target.WritePages([][]byte{parts[0], nil, parts[1][half:], parts[2]}, []llp.PagesPart{{Index: 1, Pipe: pipe, Len: half}, {Index: 2}})
+		pipe.Release()
 	default:
 		_, err = p.target.WriteBuffers(parts)
 	}

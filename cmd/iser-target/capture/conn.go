@@ -172,9 +172,18 @@ func (c *Conn) WriteBuffers(b [][]byte) (int64, error) {
 	return n, err
 }
 
-// WritePages does what WriteBuffers does, without a copy of the parts that pages names: see llp.Socket.WritePages. While c is recorded it copies them.
-func (c *Conn) WritePages(b [][]byte, pages []int) (int64, error) {
+// WritePages does what WriteBuffers does, without a copy of the parts that pages has: see llp.Socket.WritePages. While c is recorded it copies them.
+func (c *Conn) WritePages(b [][]byte, pages []llp.PagesPart) (int64, error) {
 	if c.on.Load() {
+		for _, p := range pages {
+			if p.Pipe == nil {
+				continue
+			}
+			b[p.Index] = make([]byte, p.Len)
+			if _, err := io.ReadFull(p.Pipe, b[p.Index]); err != nil {
+				return 0, err
+			}
+		}
 		return c.WriteBuffers(b)
 	}
 	n, err := c.socket.WritePages(b, pages)
