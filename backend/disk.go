@@ -36,6 +36,7 @@ type disk struct {
 	refused [len(eraseModes)]atomic.Bool // the medium does not support the mode
 	noDsync atomic.Bool                  // the kernel does not support RWF_DSYNC
 	noMap   atomic.Bool                  // the file system does not support FIEMAP
+	noPipe  atomic.Bool                  // the file system does not support splice(2), or Freeze
 	number  uint64                       // ascends in the order of opening
 
 	mu       sync.RWMutex // held for reading by calls, for writing by Close
@@ -49,6 +50,8 @@ type disk struct {
 type osFile interface {
 	pread(p []byte, off int64) (int, error)
 	pwrite(p []byte, off int64, flags int) (int, error) // flags of pwritev2(2)
+	splice(pipe int, off int64, n int) (int, error)
+	cached(off, n int64) (bool, error) // whether the page cache has a page of [off, off+n); off is at the beginning of one
 	fallocate(mode uint32, off, n int64) error
 	fdatasync() error
 	seek(off int64, whence int) (int64, error)
@@ -277,20 +280,38 @@ func (d *disk) ReadAt(p []byte, off int64) error {
 		return err
 	}
 	defer v.leave()
+	return d.readAll(p, off)
+}
+
+// readAll fills p from off. The caller has entered d.
+func (d *disk) readAll(p []byte, off int64) error {
 	for len(p) > 0 {
 		n, err := d.fd.pread(p, off)
 		if err == nil && n == 0 {
-			if err := checkRange(d.size.Load(), off, int64(len(p))); err != nil {
-				return err // a Resize has cut it off meanwhile
-			}
-			err = fmt.Errorf("the medium is smaller than when it was opened: %w", io.ErrUnexpectedEOF)
+			err = d.ended(off, int64(len(p)))
 		}
 		if err != nil {
-			return fmt.Errorf("read %s at %d: %w", d.path, off, err)
+			return d.readError(off, err)
 		}
 		p, off = p[n:], off+int64(n)
 	}
 	return nil
+}
+
+// ended returns why the medium has nothing of the n bytes at off.
+func (d *disk) ended(off, n int64) error {
+	if err := checkRange(d.size.Load(), off, n); err != nil {
+		return err // a Resize has cut it off meanwhile
+	}
+	return fmt.Errorf("the medium is smaller than when it was opened: %w", io.ErrUnexpectedEOF)
+}
+
+// readError wraps the error of a read at off.
+func (d *disk) readError(off int64, err error) error {
+	if errors.Is(err, ErrRange) {
+		return err
+	}
+	return fmt.Errorf("read %s at %d: %w", d.path, off, err)
 }
 
 // WriteAt implements Store.

@@ -11,9 +11,11 @@ import (
 type Hooks struct {
 	Pread     func(p []byte, off int64, below func([]byte, int64) (int, error)) (int, error)
 	Pwrite    func(p []byte, off int64, flags int, below func([]byte, int64, int) (int, error)) (int, error)
-	Fallocate func(mode uint32) error      // nil lets the call through
-	Copy      func(n int64) (int64, error) // how much may be copied at once
-	Map       func() error                 // nil lets the call through
+	Splice    func(off int64, n int) (int, error) // how much may be spliced at once
+	Cached    func() bool                         // true: the page cache has kept a page
+	Fallocate func(mode uint32) error             // nil lets the call through
+	Copy      func(n int64) (int64, error)        // how much may be copied at once
+	Map       func() error                        // nil lets the call through
 	// Fdatasync gets the number of the file description that is synced, 0 for the first.
 	Fdatasync func(description int) error // nil lets the call through
 	Reopen    func() error                // nil lets the call through
@@ -100,6 +102,23 @@ func (f *hookedFile) pwrite(p []byte, off int64, flags int) (int, error) {
 		return f.h.Pwrite(p, off, flags, f.osFile.pwrite)
 	}
 	return f.osFile.pwrite(p, off, flags)
+}
+
+func (f *hookedFile) splice(pipe int, off int64, n int) (int, error) {
+	if f.h.Splice != nil {
+		var err error
+		if n, err = f.h.Splice(off, n); n == 0 || err != nil {
+			return 0, err
+		}
+	}
+	return f.osFile.splice(pipe, off, n)
+}
+
+func (f *hookedFile) cached(off, n int64) (bool, error) {
+	if f.h.Cached != nil && f.h.Cached() {
+		return true, nil
+	}
+	return f.osFile.cached(off, n)
 }
 
 func (f *hookedFile) fallocate(mode uint32, off, n int64) error {

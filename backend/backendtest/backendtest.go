@@ -13,6 +13,8 @@ import (
 	"sync"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/iser-target/iser-target/backend"
 )
 
@@ -42,6 +44,7 @@ func Run(t *testing.T, open func(t *testing.T) backend.Store) {
 		{"Usage", testUsage},
 		{"Prefetch", testPrefetch},
 		{"Copy", testCopy},
+		{"Splice", testSplice},
 		{"Close", testClose},
 		{"CloseUnderway", testCloseUnderway},
 	} {
@@ -478,6 +481,103 @@ func testPrefetch(t *testing.T, s *suite) {
 		must(t, fmt.Sprintf("Prefetch of %d bytes at %d", r.n, r.off), backend.Prefetch(s.Store, r.off, r.n))
 	}
 	s.want(t, 5000, p)
+}
+
+// splice returns what Splice gives for a range, by a pipe, or its error. before, if not nil, is called before the pipe is read.
+func splice(t *testing.T, s backend.Splicer, off, n int64, before func()) ([]byte, error) {
+	t.Helper()
+	var fds [2]int
+	must(t, "Pipe2", unix.Pipe2(fds[:], unix.O_CLOEXEC|unix.O_NONBLOCK))
+	defer unix.Close(fds[0])
+	_, err := unix.FcntlInt(uintptr(fds[1]), unix.F_SETPIPE_SZ, 1<<20)
+	must(t, "F_SETPIPE_SZ", err)
+	err = s.Splice(fds[1], off, n)
+	unix.Close(fds[1])
+	if err != nil {
+		return nil, err
+	}
+	if before != nil {
+		before()
+	}
+	var got []byte
+	for p := make([]byte, 64<<10); ; {
+		k, err := unix.Read(fds[0], p)
+		must(t, "Read", err)
+		if k == 0 {
+			return got, nil
+		}
+		got = append(got, p[:k]...)
+	}
+}
+
+// testSplice checks that pipes get what the store has, and that this does not change after Freeze.
+func testSplice(t *testing.T, s *suite) {
+	sp, ok := s.Store.(backend.Splicer)
+	if !ok || !sp.CanSplice() {
+		return
+	}
+	content := pattern(300_000, 1)
+	must(t, "WriteAt", s.WriteAt(content, 5000)) // the rest was never written
+	want := make([]byte, s.span)
+	copy(want[5000:], content)
+	for _, r := range []extent{{0, s.span - 4096}, {5000, 300_000}, {4999, 2}, {512, 65536}, {s.span - 1, 1}, {s.span, 0}} {
+		got, err := splice(t, sp, r.off, r.n, nil)
+		if errors.Is(err, backend.ErrNoSplice) {
+			if sp.CanSplice() {
+				t.Error("CanSplice of a medium without splice")
+			}
+			return
+		}
+		must(t, "Splice", err)
+		if !bytes.Equal(got, want[r.off:][:r.n]) {
+			t.Errorf("Splice of %d bytes at %d gives other data", r.n, r.off)
+		}
+	}
+	for _, r := range []extent{{-1, 1}, {s.info.Size - 1, 2}, {s.info.Size + 1, 0}, {0, -1}} {
+		if _, err := splice(t, sp, r.off, r.n, nil); !errors.Is(err, backend.ErrRange) {
+			t.Errorf("Splice of %d bytes at %d: %v, want ErrRange", r.n, r.off, err)
+		}
+	}
+	// To the end, where the last page of the cache may be cut short.
+	must(t, "WriteAt", s.WriteAt(pattern(5000, 3), s.info.Size-5000))
+	for _, r := range []extent{{4096, 200_000}, {s.info.Size - 5000, 5000}} {
+		if !sp.CanSplice() {
+			break
+		}
+		before := make([]byte, r.n)
+		must(t, "ReadAt", s.ReadAt(before, r.off))
+		frozen := false
+		got, err := splice(t, sp, r.off, r.n, func() {
+			err := sp.Freeze(r.off, r.n)
+			if frozen = err == nil; !frozen {
+				t.Logf("Freeze of %d bytes at %d: %v", r.n, r.off, err)
+			}
+			after := make([]byte, r.n)
+			must(t, "ReadAt", s.ReadAt(after, r.off))
+			if !bytes.Equal(after, before) {
+				t.Error("Freeze has changed the data")
+			}
+			must(t, "WriteAt", s.WriteAt(pattern(int(r.n), 2), r.off))
+			s.want(t, r.off, pattern(int(r.n), 2))
+		})
+		must(t, "Splice", err)
+		switch {
+		case frozen && !bytes.Equal(got, before):
+			t.Errorf("%d bytes at %d have changed after Freeze", r.n, r.off)
+		case !frozen && sp.CanSplice():
+			t.Error("CanSplice of a medium that does not freeze")
+		}
+	}
+	if _, err := splice(t, sp, 0, 4096, nil); sp.CanSplice() && err != nil || !sp.CanSplice() && !errors.Is(err, backend.ErrNoSplice) {
+		t.Errorf("Splice in the end: %v, and CanSplice %t", err, sp.CanSplice())
+	}
+	must(t, "Close", s.Close())
+	if _, err := splice(t, sp, 0, 512, nil); !errors.Is(err, backend.ErrClosed) {
+		t.Errorf("Splice after Close: %v", err)
+	}
+	if err := sp.Freeze(0, 512); !errors.Is(err, backend.ErrClosed) {
+		t.Errorf("Freeze after Close: %v", err)
+	}
 }
 
 // testCopy checks Copy within the store and between it and another one.
