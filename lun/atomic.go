@@ -33,6 +33,11 @@ func consumeCompareAndWrite(u *Unit, c *Command, p []byte, _ uint64) bool {
 	}
 	want, instead := p[:len(p)/2], p[len(p)/2:]
 	pos := u.at(c, 0)
+	a, err := u.announce(c, pos, int64(len(want)), true)
+	defer a.end()
+	if err != nil {
+		return c.writeDone(err)
+	}
 	work := moved(len(p))
 	// A lock of a cluster file system is one block and has to be fast.
 	work.Heavy = len(want) > lightCompareWrite
@@ -67,6 +72,11 @@ func consumeOrWrite(u *Unit, c *Command, p []byte, off uint64) bool {
 
 // orWrite sets the bits of p in the medium at pos; b is memory of p's length.
 func (u *Unit) orWrite(c *Command, b, p []byte, pos int64) bool {
+	a, err := u.announce(c, pos, int64(len(p)), true)
+	defer a.end()
+	if err != nil {
+		return c.writeDone(err)
+	}
 	if err := u.enter(c, moved(2*len(p))); err != nil {
 		return c.writeDone(err)
 	}
@@ -108,6 +118,15 @@ func atomicCover(pos, n uint64) (at, size uint64) {
 	}
 }
 
+// announceAtomic announces an atomic write of n bytes at pos, and of what the store writes around them.
+func (u *Unit) announceAtomic(c *Command, pos, n int64) (announcement, error) {
+	if u.info.AtomicUnit > 0 && n > 0 {
+		at, size := atomicCover(uint64(pos), uint64(n))
+		pos, n = int64(at), int64(max(size, uint64(u.info.AtomicUnit)))
+	}
+	return u.announce(c, pos, n, true)
+}
+
 // writeUnit writes p at pos by one atomic write of the store, which covers what is around p, too.
 //
 // Preconditions: c has entered the store.
@@ -146,6 +165,12 @@ func endWriteAtomic(u *Unit, c *Command) {
 	c.whole = nil
 	pos, n := u.at(c, 0), int64(c.count<<u.shift)
 	if c.wire && !u.checkWire(c, p, 0) {
+		return
+	}
+	a, err := u.announceAtomic(c, pos, n)
+	defer a.end()
+	if err != nil {
+		c.writeDone(err)
 		return
 	}
 	if err := u.enter(c, moved(2*len(p))); err != nil {

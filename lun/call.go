@@ -6,6 +6,7 @@ import (
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/backend/protection"
 	"github.com/iser-target/iser-target/lun/fair"
+	"github.com/iser-target/iser-target/lun/invariant"
 )
 
 // All calls of the store that commands make are in this file. A command enters the gate of the unit
@@ -65,6 +66,14 @@ func moved(n int) fair.Work { return fair.Work{Bytes: int64(n)} }
 // step is an operation, and moves n bytes to or from the medium.
 func heavyStep(n int64) fair.Work { return fair.Work{Bytes: n, Heavy: true} }
 
+// toChange notes that a command, or a sanitize, is about to change n bytes at pos.
+func (u *Unit) toChange(pos, n int64) {
+	if invariant.Enabled && u.splicer != nil && n > 0 {
+		invariant.Check(u.isSanitizing() || u.ranges.announced(stripesOf(pos, n)), "lun: a change of %d bytes at %d is not announced", n, pos)
+	}
+	u.changing(pos, n)
+}
+
 // storeRead reads from the store.
 //
 // Preconditions: the command has entered the gate; so it has for all functions below.
@@ -96,9 +105,33 @@ func (u *Unit) storeLend(pos, n int64, list []Lent) ([]Lent, error) {
 	return list, nil
 }
 
+// storeSplice makes a pipe refer to a range of the store.
+func (u *Unit) storeSplice(pipe int, pos, n int64) error {
+	if err := u.fault(faultRead); err != nil {
+		return err
+	}
+	return u.splicer.Splice(pipe, pos, n)
+}
+
+// storePour copies a range of the store to a pipe, through buf.
+func (u *Unit) storePour(pipe int, pos, n int64, buf []byte) error {
+	if err := u.fault(faultRead); err != nil {
+		return err
+	}
+	return backend.Pour(u.store, pipe, pos, n, buf)
+}
+
+// storeFreeze makes the store get the data of a range to other pages.
+func (u *Unit) storeFreeze(pos, n int64) error {
+	if err := u.fault(faultWrite); err != nil {
+		return err
+	}
+	return u.splicer.Freeze(pos, n)
+}
+
 // storeWrite writes to the store.
 func (u *Unit) storeWrite(p []byte, pos int64) error {
-	u.changing(pos, int64(len(p)))
+	u.toChange(pos, int64(len(p)))
 	if err := u.fault(faultWrite); err != nil {
 		return err
 	}
@@ -107,7 +140,7 @@ func (u *Unit) storeWrite(p []byte, pos int64) error {
 
 // storeWriteDurable writes to the store, durably.
 func (u *Unit) storeWriteDurable(p []byte, pos int64) error {
-	u.changing(pos, int64(len(p)))
+	u.toChange(pos, int64(len(p)))
 	if f := u.faults.Load(); f != nil {
 		if err := f.before(faultWrite); err != nil {
 			return err
@@ -123,7 +156,7 @@ func (u *Unit) storeWriteDurable(p []byte, pos int64) error {
 //
 // Preconditions: the stripes of the range are held.
 func (u *Unit) storeWriteAtomic(c *Command, p []byte, pos int64, durable bool) error {
-	u.changing(pos, int64(len(p)))
+	u.toChange(pos, int64(len(p)))
 	u.ranges.assertHeld(pos, int64(len(p)))
 	if err := u.barredTo(c); err != nil {
 		return err
@@ -144,7 +177,7 @@ func (u *Unit) storeWriteAtomic(c *Command, p []byte, pos int64, durable bool) e
 
 // storeDiscard frees the space of a range.
 func (u *Unit) storeDiscard(pos, n int64) error {
-	u.changing(pos, n)
+	u.toChange(pos, n)
 	if err := u.fault(faultWrite); err != nil {
 		return err
 	}
@@ -153,7 +186,7 @@ func (u *Unit) storeDiscard(pos, n int64) error {
 
 // storeZero makes a range read as zeros.
 func (u *Unit) storeZero(pos, n int64) error {
-	u.changing(pos, n)
+	u.toChange(pos, n)
 	if err := u.fault(faultWrite); err != nil {
 		return err
 	}
@@ -170,7 +203,7 @@ func (u *Unit) storeReadProtected(p []byte, pos int64, checks protection.Checks)
 
 // storeWriteProtected writes blocks on the wire to the store, durably if asked for.
 func (u *Unit) storeWriteProtected(p []byte, pos int64, durable bool) error {
-	u.changing(pos, u.dataLen(p))
+	u.toChange(pos, u.dataLen(p))
 	if durable && u.unsynced.Load() {
 		return backend.ErrUnsynced
 	}
@@ -188,7 +221,7 @@ func (u *Unit) storeWriteProtected(p []byte, pos int64, durable bool) error {
 
 // storeFormat makes a range zeros that nothing checks until they are written.
 func (u *Unit) storeFormat(pos, n int64) error {
-	u.changing(pos, n)
+	u.toChange(pos, n)
 	if err := u.fault(faultWrite); err != nil {
 		return err
 	}
@@ -210,7 +243,7 @@ func (u *Unit) storeExtent(pos int64) (mapped bool, n int64, err error) {
 
 // storeCopy copies from the store of another unit, or of the same one. An error of that store is a backend.SourceError.
 func (u *Unit) storeCopy(pos int64, from *Unit, fromPos, n int64, p []byte) error {
-	u.changing(pos, n)
+	u.toChange(pos, n)
 	if err := from.fault(faultRead); err != nil {
 		return &backend.SourceError{Err: err}
 	}
@@ -223,7 +256,7 @@ func (u *Unit) storeCopy(pos int64, from *Unit, fromPos, n int64, p []byte) erro
 // storeShare copies up to n bytes from the store of another unit, or of the same one, without this process, and returns how many.
 // Both stores are Copiers. An error of the other one is a backend.SourceError if it can be told.
 func (u *Unit) storeShare(pos int64, from *Unit, fromPos, n int64) (int64, error) {
-	u.changing(pos, n)
+	u.toChange(pos, n)
 	if err := from.fault(faultRead); err != nil {
 		return 0, &backend.SourceError{Err: err}
 	}

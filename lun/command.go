@@ -23,6 +23,8 @@ type Command struct {
 	// Abort, if not nil, becomes true when the command has to stop soon. It then
 	// begins nothing more, and nobody gets its status.
 	Abort *atomic.Bool
+	// Ordered: the command has the task attribute ORDERED.
+	Ordered bool
 	// Owner belongs to the caller, which finds it again in the function of OnPreempt.
 	Owner any
 

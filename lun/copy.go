@@ -417,7 +417,7 @@ func (c *Command) copySegment(s segment, i int, note func(octets int64)) (ok boo
 			return c.fail(condCopyStopped), done
 		case err == errAborted:
 			return c.fail(condAborted), done
-		case err == errHeldUp:
+		case errors.Is(err, errHeldUp):
 			return c.busy(), done
 		case err != nil:
 			c.reportStoreError(err)
@@ -438,6 +438,11 @@ func (c *Command) copySegment(s segment, i int, note func(octets int64)) (ok boo
 // if c may not copy them. copyStep checks that while it holds the ranges, so that a command that
 // changes it and then waits for the ranges knows that no copy continues.
 func (c *Command) copyStep(s segment, p []byte, off, n int64, overlap bool) (done int64, ok bool, err error) {
+	a, err := s.to.unit.announce(c, s.toPos+off, n, false)
+	defer a.end()
+	if err != nil {
+		return 0, false, err
+	}
 	leave, err := c.enterBoth(s, n)
 	if err != nil {
 		return 0, false, err

@@ -578,6 +578,11 @@ func (w *tokenWrite) sourceFailed(err error) error {
 
 // tokenTo calls f, which changes that range of u.
 func (c *Command) tokenTo(u *Unit, w *tokenWrite, to byteRange, f func() error) error {
+	a, err := u.announce(c, to.pos, to.n, false)
+	defer a.end()
+	if err != nil {
+		return err
+	}
 	if err := u.enter(c, heavyStep(to.n)); err != nil {
 		return err
 	}
@@ -635,6 +640,11 @@ func (w *tokenWrite) shares(u *Unit) bool {
 // tokenShare makes u copy as much of that range as it can without this process, and returns how much. If the token ends
 // meanwhile, the range has what no token stands for, and the command fails.
 func (c *Command) tokenShare(u *Unit, w *tokenWrite, from int64, to byteRange) (n int64, err error) {
+	a, err := u.announce(c, to.pos, to.n, false)
+	defer a.end()
+	if err != nil {
+		return 0, err
+	}
 	leave, err := c.enterBoth(segment{from: w.source, to: c.itl}, to.n)
 	if err != nil {
 		return 0, err

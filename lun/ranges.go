@@ -3,6 +3,7 @@ package lun
 import (
 	"math/bits"
 	"sync"
+	"sync/atomic"
 
 	"github.com/iser-target/iser-target/lun/invariant"
 )
@@ -19,9 +20,14 @@ const (
 //
 // A command takes its stripes in ascending order, and takes no more while it holds some. So no
 // two commands can wait for one another.
-type rangeLocks [stripes]struct {
+type rangeLocks [stripes]stripe
+
+// A stripe has a cache line of its own.
+type stripe struct {
 	sync.RWMutex
-	_ [40]byte // a stripe has a cache line of its own
+	views   atomic.Int32 // that have begun and not ended
+	changes atomic.Int32 // that are announced
+	_       [32]byte
 }
 
 // A stripeSet is a set of stripes, by number.

@@ -119,6 +119,11 @@ func (u *Unit) read(c *Command, p []byte, pos int64) error {
 
 // write writes p at pos, apart from COMPARE AND WRITE and its like.
 func (u *Unit) write(c *Command, p []byte, pos int64, durable bool) error {
+	a, err := u.announce(c, pos, int64(len(p)), false)
+	defer a.end()
+	if err != nil {
+		return err
+	}
 	if err := u.enter(c, moved(len(p))); err != nil {
 		return err
 	}
@@ -147,6 +152,11 @@ func (u *Unit) writeLocked(c *Command, p []byte, pos int64, durable bool) error 
 // shared calls f, which changes a range and moves that many bytes, apart from COMPARE AND WRITE and
 // its like.
 func (u *Unit) shared(c *Command, pos, n, bytes int64, f func(pos, n int64) error) error {
+	a, err := u.announce(c, pos, n, false)
+	defer a.end()
+	if err != nil {
+		return err
+	}
 	if err := u.enter(c, heavyStep(bytes)); err != nil {
 		return err
 	}

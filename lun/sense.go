@@ -284,6 +284,9 @@ func (c *Command) writeDone(err error) bool {
 	if err == nil {
 		return true
 	}
+	if errors.Is(err, errHeldUp) {
+		return c.busy()
+	}
 	return c.failSense(c.writeSense(err))
 }
 

@@ -67,8 +67,10 @@ type Options struct {
 // A Unit is a logical unit: a device server and the store below it.
 type Unit struct {
 	store         backend.Store
-	lender        backend.Lender // the store, or nil
-	gate          *fair.Gate     // before the store: see call.go
+	lender        backend.Lender  // the store, or nil
+	splicer       backend.Splicer // the store, or nil
+	views         viewList
+	gate          *fair.Gate // before the store: see call.go
 	info          backend.Info
 	opt           Options
 	blocks        atomic.Uint64 // capacity
@@ -187,6 +189,7 @@ func New(s backend.Store, o Options) (*Unit, error) {
 	}
 	u.reservations.turn = newTurn()
 	u.lender, _ = s.(backend.Lender)
+	u.splicer, _ = s.(backend.Splicer)
 	if c, ok := s.(*checked.Store); ok {
 		u.withProtection(c)
 	}

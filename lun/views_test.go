@@ -1,0 +1,377 @@
+package lun
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/backend/backendtest"
+	"github.com/iser-target/iser-target/tests/testkit"
+)
+
+// A fakeSplicer copies from a store.
+type fakeSplicer struct {
+	backend.Store
+	err    error // of Splice
+	freeze func(r byteRange) error
+	frozen chan byteRange
+}
+
+func (s *fakeSplicer) CanSplice() bool { return true }
+
+func (s *fakeSplicer) Splice(pipe int, off, n int64) error {
+	if s.err != nil {
+		return s.err
+	}
+	p := make([]byte, n)
+	if err := s.ReadAt(p, off); err != nil {
+		return err
+	}
+	_, err := unix.Write(pipe, p)
+	return err
+}
+
+func (s *fakeSplicer) Freeze(off, n int64) error {
+	s.frozen <- byteRange{off, n}
+	return s.freeze(byteRange{off, n})
+}
+
+// A fakeViewer counts what changes ask of it.
+type fakeViewer struct{ presses, lags atomic.Int32 }
+
+func (v *fakeViewer) Press() { v.presses.Add(1) }
+func (v *fakeViewer) Lag()   { v.lags.Add(1) }
+
+// splices gives the unit of r a fakeSplicer, whose Freeze succeeds.
+func (r *rig) splices() *fakeSplicer {
+	s := &fakeSplicer{Store: r.store, freeze: func(byteRange) error { return nil }, frozen: make(chan byteRange, 10)}
+	r.unit.splicer = s
+	return s
+}
+
+// refer reads blocks by a View, which it returns.
+func refer(t testing.TB, n *Nexus, lba, blocks uint64, pipe testkit.Pipe, viewer Viewer) *View {
+	t.Helper()
+	c := Command{CDB: append([]byte(nil), unhex(extentCDB(0x88, 0, lba, blocks))...)}
+	v := &View{}
+	if !n.Begin(&c) || !n.Refers(&c) || !n.Refer(&c, 0, blocks*512, pipe.In, v, viewer) {
+		t.Fatalf("no View: status %#x, sense % x", c.Status, c.Sense())
+	}
+	n.End(&c)
+	return v
+}
+
+// Each command that changes blocks of a View asks its connection for the acknowledgment, and waits for it. Other blocks of the same stripe do not
+// wait. A READ that begins meanwhile has no View.
+func TestChangesWaitForViews(t *testing.T) {
+	const lba = 109
+	list := copyList(1, 2, []string{cscdZero, cscdOne}, []string{blocks(0, 0, 1, 500, lba)})
+	run := func(cdb string, out []byte) func(*odxRig) result {
+		return func(r *odxRig) result { return do(r.nexus, new(Command), [8]byte{}, cdb, out, all) }
+	}
+	changes := map[string]func(*odxRig) result{
+		"WRITE":                run(extentCDB(0x8a, 0, lba, 1), pattern(512, 2)),
+		"WRITE with FUA":       run(extentCDB(0x8a, fua, lba, 1), pattern(512, 2)),
+		"WRITE AND VERIFY":     run(extentCDB(0x8e, 2, lba, 1), pattern(512, 2)),
+		"ORWRITE":              run(extentCDB(0x8b, 0, lba, 1), pattern(512, 2)),
+		"WRITE SAME":           run(extentCDB(0x93, 0, lba, 1), pattern(512, 2)),
+		"WRITE SAME of zeros":  run(extentCDB(0x93, 0, lba, 1), make([]byte, 512)),
+		"WRITE SAME and UNMAP": run(extentCDB(0x93, wsUnmap, lba, 1), make([]byte, 512)),
+		"UNMAP":                run("42 00 00000000 00 0018 00", unhex("0016 0010 00000000 000000000000006d 00000001 00000000")),
+		"WRITE ATOMIC":         run("9c 00 000000000000006d 0000 0001 00 00", pattern(512, 2)),
+		"COMPARE AND WRITE":    run("89 00 000000000000006d 000000 01 00 00", append(pattern(512, 1), pattern(512, 2)...)),
+		"EXTENDED COPY":        run(copyCDB(list), unhex(list)),
+		"the zero token": func(r *odxRig) result {
+			return writeToken(r.nexus, 0, 1, 0, zeroToken, blockRange{lba, 1})
+		},
+		"a token of another unit": func(r *odxRig) result {
+			return writeToken(r.nexus, 0, 1, 0, r.token(1, blockRange{700, 1}), blockRange{lba, 1})
+		},
+	}
+	for name, change := range changes {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			r := newODXRig(t, setup{opt: everything, info: func(i *backend.Info) { i.VolatileCache, i.AtomicWrite = true, 4096 }}, setup{})
+			s, pipe, viewer := r.splices(), testkit.NewPipe(t), &fakeViewer{}
+			s.freeze = func(byteRange) error { return errors.New("not now") }
+			r.write(0, lba, pattern(512, 1))
+			r.write(0, lba-1, pattern(512, 1)) // and the block before
+			v := refer(t, r.nexus, lba, 8, pipe, viewer)
+			done := make(chan result, 1)
+			go func() { done <- change(r) }()
+			testkit.Eventually(t, "a question", func() bool { return viewer.presses.Load() > 0 })
+			wantGood(t, "a WRITE of the block before", do(r.nexus, new(Command), [8]byte{}, extentCDB(0x8a, 0, lba-1, 1), pattern(512, 3), all))
+			select {
+			case res := <-done:
+				t.Fatalf("it has not waited: status %#x, sense % x", res.status, res.sense)
+			default:
+			}
+			if w := refer(t, r.nexus, lba+4, 8, testkit.NewPipe(t), viewer); w.unit != nil {
+				t.Error("a View begins while a change waits")
+			}
+			got := pipe.Content(t) // the initiator receives
+			v.End()
+			wantGood(t, name, <-done)
+			wantBytes(t, got[:512], pattern(512, 1))
+			if bytes.Equal(r.read(0, lba, 1), got[:512]) {
+				t.Error("nothing has changed")
+			}
+			if viewer.lags.Load() != 0 || len(s.frozen) != 0 {
+				t.Errorf("%d times too slow, %d ranges frozen", viewer.lags.Load(), len(s.frozen))
+			}
+			if r.unit.ranges.viewed(allStripes) || r.unit.ranges.announced(allStripes) || len(r.unit.views.list) != 0 {
+				t.Error("something is left")
+			}
+		})
+	}
+}
+
+// After viewWait a change does not wait for an initiator any longer. The store gets what the View shows to other pages, all of it and whole pages, and the View
+// is over. Later changes do not wait for other Views of that connection, either, only for those of others. What cannot be frozen shows a WRITE, but no
+// command that is all or nothing or ORDERED, which are BUSY, for viewLimit.
+func TestChangesDoNotWaitLong(t *testing.T) {
+	r := newRig(t, setup{size: 4 << 20, opt: everything, info: func(i *backend.Info) { i.AtomicWrite = 4096 }})
+	s, slow, other := r.splices(), &fakeViewer{}, &fakeViewer{}
+	write := func(lba, n uint64) (result, time.Duration) {
+		began := time.Now()
+		res := do(r.nexus, new(Command), [8]byte{}, extentCDB(0x8a, 0, lba, n), pattern(int(n)*512, 2), all)
+		return res, time.Since(began)
+	}
+	first := refer(t, r.nexus, 300, 128, testkit.NewPipe(t), slow)
+	second := refer(t, r.nexus, 1000, 128, testkit.NewPipe(t), slow)
+	third := refer(t, r.nexus, 2000, 128, testkit.NewPipe(t), other)
+	res, took := write(427, 1)
+	wantGood(t, "WRITE", res)
+	if took < viewWait || slow.lags.Load() != 1 || slow.presses.Load() == 0 {
+		t.Errorf("after %v, with %d questions, %d times too slow", took, slow.presses.Load(), slow.lags.Load())
+	}
+	const align = backend.FreezeAlign
+	if want, got := (byteRange{300 * 512 / align * align, align * 2}), <-s.frozen; got != want {
+		t.Errorf("%+v is frozen, want %+v", got, want)
+	}
+	if !first.gone || second.gone || third.gone || len(r.unit.views.list) != 2 {
+		t.Errorf("gone: %t, %t, %t", first.gone, second.gone, third.gone)
+	}
+	if res, took := write(300, 1); res.status != 0 || took >= viewWait || len(s.frozen) != 0 {
+		t.Errorf("a WRITE of what is frozen: status %#x after %v, %d ranges frozen", res.status, took, len(s.frozen))
+	}
+	if res, took := write(1000, 8); res.status != 0 || took >= viewWait || (<-s.frozen).n == 0 || !second.gone {
+		t.Errorf("a WRITE of another View of the connection: status %#x after %v, gone %t", res.status, took, second.gone)
+	}
+	if res, took := write(2000, 8); res.status != 0 || took < viewWait || (<-s.frozen).n == 0 || other.lags.Load() != 1 {
+		t.Errorf("a WRITE of a View of another connection: status %#x after %v", res.status, took)
+	}
+	for _, v := range []*View{first, second, third} {
+		v.End()
+	}
+
+	s.freeze = func(byteRange) error { return errors.New("not now") }
+	v := refer(t, r.nexus, 300, 8, testkit.NewPipe(t), slow)
+	strict := map[string]func() result{
+		"COMPARE AND WRITE": func() result {
+			return do(r.nexus, new(Command), [8]byte{}, "89 00 000000000000012c 000000 01 00 00", append(r.good(extentCDB(0x88, 0, 300, 1), nil), pattern(512, 4)...), all)
+		},
+		"WRITE ATOMIC": func() result {
+			return do(r.nexus, new(Command), [8]byte{}, "9c 00 000000000000012c 0000 0001 00 00", pattern(512, 5), all)
+		},
+		"ORWRITE": func() result {
+			return do(r.nexus, new(Command), [8]byte{}, extentCDB(0x8b, 0, 300, 1), pattern(512, 6), all)
+		},
+		"an ORDERED WRITE": func() result {
+			return do(r.nexus, &Command{Ordered: true}, [8]byte{}, extentCDB(0x8a, 0, 300, 1), pattern(512, 7), all)
+		},
+		"an ORDERED WRITE SAME": func() result {
+			return do(r.nexus, &Command{Ordered: true}, [8]byte{}, extentCDB(0x93, 0, 300, 1), pattern(512, 8), all)
+		},
+	}
+	before := r.good(extentCDB(0x88, 0, 300, 1), nil)
+	for name, f := range strict {
+		if res := f(); res.status != StatusBusy || res.sense != nil {
+			t.Errorf("%s of a View that cannot be frozen: status %#x, sense % x", name, res.status, res.sense)
+		}
+		<-s.frozen
+	}
+	wantBytes(t, r.good(extentCDB(0x88, 0, 300, 1), nil), before)
+	if res, _ := write(300, 1); res.status != 0 {
+		t.Errorf("a WRITE of a View that cannot be frozen: status %#x", res.status)
+	}
+	v.lagged = v.lagged.Add(-viewLimit)
+	for name, f := range strict {
+		wantGood(t, name, f())
+	}
+	v.End()
+}
+
+// A change that waits for a View ends when its command is aborted, and when the unit is closed.
+func TestWaitForViewIsAborted(t *testing.T) {
+	r := newRig(t, setup{size: 4 << 20})
+	s := r.splices()
+	viewer := &fakeViewer{}
+	v := refer(t, r.nexus, 300, 8, testkit.NewPipe(t), viewer)
+	defer v.End()
+	var abort atomic.Bool
+	done := make(chan result, 1)
+	go func() {
+		done <- do(r.nexus, &Command{Abort: &abort}, [8]byte{}, extentCDB(0x8a, 0, 300, 1), pattern(512, 2), all)
+	}()
+	testkit.Eventually(t, "a question", func() bool { return viewer.presses.Load() > 0 })
+	abort.Store(true)
+	wantSense(t, <-done, 0xb, 0x00, 0x00)
+	r.unit.gate.Shut()
+	if res := do(r.nexus, new(Command), [8]byte{}, extentCDB(0x8a, 0, 300, 1), pattern(512, 2), all); res.status != StatusCheckCondition || len(s.frozen) != 0 {
+		t.Errorf("status %#x of a unit that is closed", res.status)
+	}
+}
+
+// The View of a connection that has ended stays for a while, and changes do not wait for it: the initiator may still receive what is on its way.
+func TestAbandonedView(t *testing.T) {
+	r := newRig(t, setup{size: 4 << 20})
+	s, viewer := r.splices(), &fakeViewer{}
+	v := refer(t, r.nexus, 300, 8, testkit.NewPipe(t), viewer)
+	w := refer(t, r.nexus, 300, 8, testkit.NewPipe(t), viewer)
+	v.Abandon()
+	w.End()
+	if v.unit != nil || len(r.unit.views.list) != 1 || !r.unit.ranges.viewed(stripesOf(300*512, 1)) {
+		t.Fatal("the View is over")
+	}
+	began := time.Now()
+	wantGood(t, "WRITE", do(r.nexus, new(Command), [8]byte{}, extentCDB(0x8a, 0, 300, 1), pattern(512, 2), all))
+	if took := time.Since(began); took >= viewWait || len(s.frozen) != 1 || viewer.presses.Load() != 0 {
+		t.Errorf("after %v, %d ranges are frozen, and the connection was asked %d times", took, len(s.frozen), viewer.presses.Load())
+	}
+	if len(r.unit.views.list) != 0 || r.unit.ranges.viewed(allStripes) {
+		t.Error("the View stays")
+	}
+	v = refer(t, r.nexus, 300, 8, testkit.NewPipe(t), viewer)
+	v.Abandon()
+	r.unit.views.list[0].End() // what the timer does
+	if len(r.unit.views.list) != 0 || r.unit.ranges.viewed(allStripes) {
+		t.Error("the View stays")
+	}
+}
+
+// A READ by a View meets what others meet: errors of the store, which are not data; a store that cannot splice, of which it copies.
+func TestReferFails(t *testing.T) {
+	r := newRig(t, setup{size: 4 << 20})
+	s, pipe := r.splices(), testkit.NewPipe(t)
+	r.good(extentCDB(0x8a, 0, 300, 600), pattern(600*512, 1))
+	s.err = errors.New("a bad sector")
+	c := Command{CDB: unhex(extentCDB(0x88, 0, 300, 600))}
+	var v View
+	if !r.nexus.Begin(&c) || r.nexus.Refer(&c, 0, 600*512, pipe.In, &v, nil) {
+		t.Fatal("no error")
+	}
+	if c.Status != StatusCheckCondition || v.unit != nil || len(r.unit.views.list) != 0 {
+		t.Errorf("status %#x, and %d Views", c.Status, len(r.unit.views.list))
+	}
+	s.err = fmt.Errorf("wrapped: %w", backend.ErrNoSplice)
+	w := refer(t, r.nexus, 300, 600, pipe, nil)
+	if w.unit != nil || len(r.unit.views.list) != 0 {
+		t.Error("a View of a copy")
+	}
+	wantBytes(t, pipe.Content(t), pattern(600*512, 1))
+	r.store.Fail(backendtest.ReadAt, errors.New("a bad sector"))
+	c = Command{CDB: unhex(extentCDB(0x88, 0, 300, 600))}
+	if !r.nexus.Begin(&c) || r.nexus.Refer(&c, 0, 600*512, pipe.In, &v, nil) || c.Status != StatusCheckCondition {
+		t.Errorf("a copy that fails: status %#x", c.Status)
+	}
+}
+
+// What a READ by a View has is not newer than its end, whatever changes the blocks while the initiator receives it, with all commands at once on a file. An
+// initiator that is slow does not change that.
+func TestViewsShowNothingNewer(t *testing.T) {
+	r := filePair(t, t.TempDir(), 8<<20)
+	u := r.nexus.list()[0].unit
+	const blocks, places = 64, 16
+	block := func(lba, version uint64) []byte {
+		b := make([]byte, 512)
+		for i := 0; i < len(b); i += 8 {
+			binary.BigEndian.PutUint64(b[i:], version)
+		}
+		return b
+	}
+	var begun [places]atomic.Uint64 // the version of the last WRITE that has begun
+	var wg sync.WaitGroup
+	end := time.Now().Add(time.Second)
+	write := func(n *Nexus, c *Command, place uint64, kind int) {
+		version := begun[place].Add(1)
+		lba := place * blocks
+		data := bytes.Repeat(block(lba, version), blocks)
+		var res result
+		switch kind {
+		case 0:
+			res = do(n, c, [8]byte{}, extentCDB(0x8a, 0, lba, blocks), data, all)
+		case 1:
+			res = do(n, c, [8]byte{}, extentCDB(0x93, 0, lba, blocks), data[:512], all)
+		default:
+			old := do(n, c, [8]byte{}, extentCDB(0x88, 0, lba, 1), nil, all).in
+			res = do(n, c, [8]byte{}, fmt.Sprintf("89 00 %016x 000000 01 00 00", lba), append(old, data[:512]...), all)
+			if res.status == StatusCheckCondition { // MISCOMPARE: another one was faster
+				res.status = 0
+			}
+		}
+		if res.status != 0 {
+			t.Errorf("kind %d: status %#x, sense % x", kind, res.status, res.sense)
+		}
+	}
+	for i := range 2 {
+		n := r.login()
+		wg.Go(func() {
+			c := new(Command)
+			for time.Now().Before(end) {
+				write(n, c, rand.Uint64N(places), rand.IntN(3))
+				time.Sleep(time.Duration(i) * time.Millisecond)
+			}
+		})
+	}
+	var reads, views, lags atomic.Int32
+	for i := range 3 {
+		n, pipe := r.login(), testkit.NewPipe(t)
+		wg.Go(func() {
+			viewer := &fakeViewer{}
+			for time.Now().Before(end) {
+				place := rand.Uint64N(places)
+				v := refer(t, n, place*blocks, blocks, pipe, viewer)
+				newest := begun[place].Load()
+				if v.unit != nil {
+					views.Add(1)
+				}
+				if i == 0 { // slower than viewWait
+					time.Sleep(viewWait * 3 / 2)
+				} else {
+					time.Sleep(time.Duration(rand.IntN(300)) * time.Microsecond)
+				}
+				got := pipe.Content(t)
+				v.End()
+				reads.Add(1)
+				for j := 0; j < len(got); j += 8 {
+					if version := binary.BigEndian.Uint64(got[j:]); version > newest {
+						t.Errorf("version %d at byte %d, where the latest WRITE was %d when the READ ended", version, j, newest)
+						return
+					}
+				}
+			}
+			lags.Add(viewer.lags.Load())
+		})
+	}
+	wg.Wait()
+	if !u.splicer.CanSplice() {
+		t.Log("the file system of the test keeps pages in spite of direct I/O, so this tests little")
+	}
+	if views.Load() == 0 || lags.Load() == 0 && u.splicer.CanSplice() {
+		t.Errorf("%d READs, %d of them by Views, %d times too slow", reads.Load(), views.Load(), lags.Load())
+	}
+	t.Logf("%d READs, %d of them by Views, %d times too slow", reads.Load(), views.Load(), lags.Load())
+	if len(u.views.list) != 0 || u.ranges.viewed(allStripes) || u.ranges.announced(allStripes) {
+		t.Error("something is left")
+	}
+}
