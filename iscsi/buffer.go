@@ -27,7 +27,11 @@ type Buffer struct {
 
 	// A Buffer of getLent has no data of its own.
 	lent  []lun.Lent // by a logical unit
-	keeps int        // bytes of memory that the loans keep; 0: data belongs to the Buffer
+	keeps int        // bytes of memory that the loans or the Pipe keep; 0: data belongs to the Buffer
+
+	// A Buffer of getPiped has no data of its own either.
+	pipe Pipe     // until its data has left; then nil
+	view lun.View // of the data, until the initiator has it
 
 	abandoned atomic.Bool // abandon was called
 
@@ -46,12 +50,20 @@ func (b *Buffer) Bytes() []byte { return b.data }
 // Lent returns the memory of b where a logical unit has lent it, in the order of the data.
 func (b *Buffer) Lent() []lun.Lent { return b.lent }
 
+// Pipe returns what has the data of b, or nil if b does not have its data in a Pipe.
+func (b *Buffer) Pipe() Pipe { return b.pipe }
+
 // Retain adds an owner of b. Its bytes do not change from now on. The last Release gives b back.
 func (b *Buffer) Retain() { b.refs.Add(1) }
 
-// Sent gives back the room of b in the send queue before Release does: the data that PutData has
+// Sent gives back the room of b in the send queue, and its Pipe, before Release does: the data that PutData or PutPipe has
 // queued has left.
 func (b *Buffer) Sent() {
+	if p := b.pipe; p != nil {
+		b.pipe = nil
+		p.Release()
+		b.budget.pipes.Add(-1)
+	}
 	if q := b.room; q != nil {
 		b.room = nil
 		q.done.Add(1)
@@ -108,6 +120,11 @@ func (b *Buffer) Release() {
 		}
 		clear(b.lent) // do not keep the data alive
 		b.lent = b.lent[:0]
+		if abandoned {
+			b.view.Abandon()
+		} else {
+			b.view.End()
+		}
 	} else if invariant.Enabled { // so that a late reader of b is found out
 		for i := range b.data {
 			b.data[i] = 0xdb
@@ -135,6 +152,10 @@ func (b *Buffer) chargeTo(g *budget) {
 	from, n := b.budget, b.size()
 	b.budget = g
 	g.of.add(g, n, false)
+	if b.pipe != nil {
+		from.pipes.Add(-1)
+		g.pipes.Add(1)
+	}
 	if b.other {
 		from.discharge(n)
 		return
@@ -178,6 +199,16 @@ func (p *bufferPool) getLent(g *budget, n int) *Buffer {
 	}
 	b.budget, b.other, b.keeps = g, false, n
 	p.count(b, 1)
+	return b
+}
+
+// getPiped returns a Buffer for data in a Pipe, which keeps n bytes of memory.
+func (p *bufferPool) getPiped(g *budget, n int, pipe Pipe) *Buffer {
+	b, _ := p.lent.Get().(*Buffer)
+	if b == nil {
+		b = &Buffer{}
+	}
+	b.budget, b.other, b.keeps, b.pipe = g, true, n, pipe
 	return b
 }
 
@@ -309,7 +340,8 @@ type budget struct {
 	quota
 	account
 	pool  *bufferPool
-	bound int // of the quota
+	bound int          // of the quota
+	pipes atomic.Int32 // that Buffers have
 }
 
 // grant lets the first task that waits continue, with n bytes.
@@ -393,6 +425,15 @@ func (g *budget) tryLent(n int) *Buffer {
 		return nil
 	}
 	return g.pool.getLent(g, n)
+}
+
+// tryPiped returns a Buffer for n bytes in a Pipe, or nil if memory is short. It is shared from the beginning: see Buffer.Share.
+func (g *budget) tryPiped(n int, pipe Pipe) *Buffer {
+	if !g.charge(n) {
+		return nil
+	}
+	g.pipes.Add(1)
+	return g.pool.getPiped(g, n, pipe)
 }
 
 // wait returns a Buffer for n bytes, for which it waits as quota.wait does, or nil when that returns

@@ -168,3 +168,42 @@ func (q *quota) last() (t *Task) {
 	}
 	return t
 }
+
+// A countedPipe counts calls of Release.
+type countedPipe struct{ released int }
+
+func (*countedPipe) In() int    { return -1 }
+func (p *countedPipe) Release() { p.released++ }
+
+// A Buffer of a Pipe gives back the Pipe when its data has left, or will not leave, and its memory later. It counts for the connection that answers for it.
+func TestPipedBuffers(t *testing.T) {
+	g, other, p := newBudget(64<<10), newBudget(64<<10), &countedPipe{}
+	b := g.tryPiped(1<<20, p)
+	if b == nil || g.pipes.Load() != 1 || b.Pipe() != Pipe(p) || !b.Share() || len(b.Lent()) != 0 {
+		t.Fatalf("%+v", b)
+	}
+	if !g.take(64 << 10) {
+		t.Error("the Pipe takes the place of pieces of data")
+	}
+	used, usedByOther := g.used, other.used
+	b.chargeTo(other)
+	if g.used != used-1<<20 || g.pipes.Load() != 0 || other.used != usedByOther+1<<20 || other.pipes.Load() != 1 {
+		t.Errorf("the first has %d bytes and %d Pipes, the second %d and %d", g.used, g.pipes.Load(), other.used, other.pipes.Load())
+	}
+	b.Sent()
+	if p.released != 1 || other.pipes.Load() != 0 || other.used != usedByOther+1<<20 || b.Pipe() != nil {
+		t.Errorf("%d times released after the data has left", p.released)
+	}
+	b.Release()
+	if p.released != 1 || other.used != usedByOther {
+		t.Errorf("%d times released in the end, %d bytes are left", p.released, other.used)
+	}
+	g.tryPiped(4096, p).Release() // without having left
+	if p.released != 2 || g.pipes.Load() != 0 {
+		t.Errorf("%d times released without having left", p.released)
+	}
+	g.of.limit.SetMax(1 << 20)
+	if g.tryPiped(2<<20, p) != nil || g.pipes.Load() != 0 || p.released != 2 {
+		t.Error("a Pipe without memory")
+	}
+}

@@ -167,7 +167,7 @@ func (t *Task) runCommand() {
 	case t.noMemory:
 		c.sess.nexus.RefuseFull(&t.cmd)
 	default:
-		t.cmd.Expected = uint64(out)
+		t.cmd.Expected, t.cmd.Ordered = uint64(out), t.isOrdered()
 		t.begun = c.sess.nexus.Begin(&t.cmd)
 		t.leftUnit()
 	}
@@ -202,10 +202,56 @@ func (t *Task) lentBuffer(n int) *Buffer {
 		return nil
 	}
 	keeps := c.sess.nexus.Lends(&t.cmd, t.off, uint64(n))
-	if keeps == 0 || keeps > 2*n { // as many READs as before find memory, or half as many
+	switch {
+	case keeps == 0:
+		return t.pipedBuffer(n)
+	case keeps > 2*n: // as many READs as before find memory, or half as many
 		return nil
 	}
 	return c.budget.tryLent(keeps)
+}
+
+// maxPiped is the most bytes of data-in in a Pipe: with more, Pipes would have to be larger than the kernel permits.
+const maxPiped = 256 << 10
+
+// pipedBuffer returns a Buffer for the next n bytes of data-in or maxPiped, which a pipe can have, else nil.
+func (t *Task) pipedBuffer(n int) *Buffer {
+	c := t.conn
+	n = min(n, maxPiped)
+	if c.piped == nil || !c.sess.nexus.Refers(&t.cmd) || c.lags() {
+		return nil
+	}
+	pipe := c.piped.TakePipe(n, int(c.budget.pipes.Load()))
+	if pipe == nil {
+		return nil
+	}
+	b := c.budget.tryPiped(n, pipe)
+	if b == nil {
+		pipe.Release()
+	}
+	return b
+}
+
+// Press implements lun.Viewer by a NOP-In, which the initiator answers. It sends no other one before there is a word from the initiator.
+func (c *conn) Press() {
+	last := c.pressed.Load()
+	if last >= c.heard.Load() || !c.pressed.CompareAndSwap(last, int64(clock())) {
+		return
+	}
+	c.start(func() {
+		if !c.sendNOPIn(true) {
+			c.pressed.Store(0)
+		}
+	})
+}
+
+// Lag implements lun.Viewer: data for the initiator is copied for a while.
+func (c *conn) Lag() { c.lagged.Store(int64(clock() + slowFor)) }
+
+// lags reports whether Lag was called not long ago.
+func (c *conn) lags() bool {
+	until := c.lagged.Load()
+	return until != 0 && int64(clock()) < until
 }
 
 // read moves data-in to the initiator piece by piece. The last piece leaves together with the
@@ -221,6 +267,8 @@ func (t *Task) read() {
 				return
 			}
 			n = min(n, len(buf.data))
+		} else if buf.pipe != nil {
+			n = buf.keeps
 		}
 		if !t.resume() {
 			buf.Release()
@@ -234,9 +282,12 @@ func (t *Task) read() {
 		}
 		t.buf = buf // of t while t may be detached
 		ok := false
-		if buf.keeps > 0 {
+		switch {
+		case buf.pipe != nil:
+			ok = c.sess.nexus.Refer(&t.cmd, t.off, uint64(n), buf.pipe.In(), &buf.view, c)
+		case buf.keeps > 0:
 			buf.lent, ok = c.sess.nexus.Lend(&t.cmd, t.off, uint64(n), buf.lent)
-		} else {
+		default:
 			ok = c.sess.nexus.Produce(&t.cmd, buf.data[:n], t.off)
 		}
 		t.leftUnit()
@@ -270,9 +321,12 @@ func (t *Task) read() {
 
 // put queues the next n bytes of data-in, which are in b, and gives b away.
 func (t *Task) put(b *Buffer, n int) (err error) {
-	if b.keeps > 0 {
+	switch {
+	case b.pipe != nil:
+		err = t.conn.piped.PutPipe(t, uint32(t.off), n, b)
+	case b.keeps > 0:
 		err = t.conn.lent.PutLent(t, uint32(t.off), b)
-	} else {
+	default:
 		err = t.conn.dm.PutData(t, uint32(t.off), b.data[:n], b)
 	}
 	if err != nil {

@@ -79,7 +79,10 @@ type conn struct {
 	received atomic.Uint64 // PDUs and ends of GetDatas; written by the holder of the baton
 	heard    atomic.Int64  // noticed, for others
 	putOff   putOffFlush
-	lent     LentMover // the mover; nil: it is none
+	lent     LentMover    // the mover; nil: it is none
+	piped    PipeMover    // so
+	pressed  atomic.Int64 // when Press asked the initiator last, by clock
+	lagged   atomic.Int64 // until when data is copied, by clock; 0: never
 	brevity  brevity
 
 	waiting atomic.Int32   // goroutines that want the baton
@@ -141,6 +144,7 @@ func (c *conn) use(dm Datamover) {
 	c.dm = dm
 	c.putOff.deferrer, _ = dm.(Deferrer)
 	c.lent, _ = dm.(LentMover)
+	c.piped, _ = dm.(PipeMover)
 	if b, ok := dm.(Borrower); ok {
 		b.SetLender(c.budget.other)
 	}

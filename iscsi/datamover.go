@@ -182,6 +182,23 @@ type LentMover interface {
 	TakesLent() bool
 }
 
+// A PipeMover is a Datamover that sends what pipes refer to.
+type PipeMover interface {
+	// TakePipe returns an empty Pipe for n bytes of data, or nil: a copy is cheaper, or no Pipe is left. The connection has that many.
+	TakePipe(n, have int) Pipe
+
+	// PutPipe does what PutData does, with n bytes that are in the Pipe of b.
+	PutPipe(t *Task, off uint32, n int, b *Buffer) error
+}
+
+// A Pipe refers to pages of files on their way to the initiator.
+type Pipe interface {
+	// In returns the descriptor of a pipe, which is non-blocking, to be filled.
+	In() int
+	// Release gives back the Pipe, with what is left in it.
+	Release()
+}
+
 // A Canceler is a Datamover that can call off a GetData. Aborting a task on TCP requires that: Linux
 // does not send the data of a task that it aborts.
 type Canceler interface {

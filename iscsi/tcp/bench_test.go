@@ -37,18 +37,20 @@ var ioPaths = []struct {
 	size      int
 	solicited bool
 	level     uint8
-	lent      bool
+	lent      string // see target.lends
 }{
-	{"READ/4KiB", false, 4 << 10, false, 0, false},
-	{"READ/64KiB", false, 64 << 10, false, 0, false},
-	{"READ/64KiB/lent", false, 64 << 10, false, 0, true},
-	{"READ/256KiB", false, 256 << 10, false, 0, false},
-	{"READ/256KiB/lent", false, 256 << 10, false, 0, true},
-	{"READ/64KiB/ERL1", false, 64 << 10, false, 1, false},
-	{"WRITE/4KiB", true, 4 << 10, false, 0, false},
-	{"WRITE/4KiB-R2T", true, 4 << 10, true, 0, false},
-	{"WRITE/64KiB-R2T", true, 64 << 10, true, 0, false},
-	{"WRITE/64KiB-R2T/ERL1", true, 64 << 10, true, 1, false},
+	{"READ/4KiB", false, 4 << 10, false, 0, ""},
+	{"READ/64KiB", false, 64 << 10, false, 0, ""},
+	{"READ/64KiB/lent", false, 64 << 10, false, 0, "memory"},
+	{"READ/256KiB", false, 256 << 10, false, 0, ""},
+	{"READ/256KiB/lent", false, 256 << 10, false, 0, "memory"},
+	{"READ/64KiB/file", false, 64 << 10, false, 0, "file"},
+	{"READ/256KiB/file", false, 256 << 10, false, 0, "file"},
+	{"READ/64KiB/ERL1", false, 64 << 10, false, 1, ""},
+	{"WRITE/4KiB", true, 4 << 10, false, 0, ""},
+	{"WRITE/4KiB-R2T", true, 4 << 10, true, 0, ""},
+	{"WRITE/64KiB-R2T", true, 64 << 10, true, 0, ""},
+	{"WRITE/64KiB-R2T/ERL1", true, 64 << 10, true, 1, ""},
 }
 
 func newDriver(tb testing.TB, path int, digests bool) *driver {

@@ -58,6 +58,7 @@ type Conn struct {
 	flush    func()       // flushAside, allocated once
 	aside    sync.WaitGroup
 	borrow   func(n int) *iscsi.Buffer // of SetLender
+	refers   atomic.Bool               // the kernel may refer to pages, and that is cheaper than a copy
 	deferred atomic.Bool               // Defer was called: Flush before Receive waits
 	inPlace  atomic.Int64              // bytes of the present Data-Out that are in place; written by Receive
 
@@ -104,6 +105,7 @@ var (
 	_ iscsi.Impatient    = (*Conn)(nil)
 	_ iscsi.Borrower     = (*Conn)(nil)
 	_ iscsi.LentMover    = (*Conn)(nil)
+	_ iscsi.PipeMover    = (*Conn)(nil)
 	_ iscsi.Resumable    = (*Conn)(nil)
 )
 
@@ -216,6 +218,7 @@ func (c *Conn) EnterFullFeature(p iscsi.Params, tasks int) error {
 	}
 	c.tx.out.Keep()
 	c.maxSend.Store(int32(p.MaxRecvDataSegmentLength))
+	c.refers.Store(llp.RefersPages(c.nc))
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.digests, c.burst, c.recovers = d, p.MaxBurstLength, p.ErrorRecoveryLevel > 0
@@ -283,6 +286,23 @@ func (c *Conn) PutLent(it *iscsi.Task, off uint32, b *iscsi.Buffer) error {
 
 // TakesLent implements iscsi.LentMover. Without a data digest the kernel refers to the data, or copies it once, from where it lies.
 func (c *Conn) TakesLent() bool { return true }
+
+// TakePipe implements iscsi.PipeMover.
+func (c *Conn) TakePipe(n, have int) iscsi.Pipe {
+	if !c.refers.Load() || c.maxSend.Load() < shareAtLeast {
+		return nil
+	}
+	if p := llp.TakePipe(n, have); p != nil {
+		return p
+	}
+	return nil
+}
+
+// PutPipe implements iscsi.PipeMover.
+func (c *Conn) PutPipe(it *iscsi.Task, off uint32, n int, b *iscsi.Buffer) error {
+	b.Pipe().(*llp.Pipe).Filled(n)
+	return c.put(it, off, n, nil, b)
+}
 
 // put queues size bytes of b; data is nil if they are lent.
 func (c *Conn) put(it *iscsi.Task, off uint32, size int, data []byte, b *iscsi.Buffer) error {

@@ -43,7 +43,7 @@ type target struct {
 	node   *iscsi.Node
 	portal *iscsi.Portal
 	store  *backendtest.Faulty
-	lends  bool // the LUN lends its memory; store is not used then
+	lends  string // "memory": the LUN lends its memory. "file": the kernel refers to its pages. store is not used then
 	l      net.Listener
 	prefix int // bytes that are read before New
 	opt    Options
@@ -76,8 +76,13 @@ func startTarget(tb testing.TB, change ...func(*target, *iscsi.Options)) *target
 		tb.Fatal(err)
 	}
 	var store backend.Store = tg.store
-	if tg.lends {
+	switch tg.lends {
+	case "memory":
 		store = mem
+	case "file":
+		if store, _, err = backend.OpenFile(backend.FileConfig{Path: tb.TempDir() + "/lun.img", Size: storeLen, BlockSize: blockLen}); err != nil {
+			tb.Fatal(err)
+		}
 	}
 	unit, err := lun.New(store, lun.Options{Identity: id})
 	if err != nil {
@@ -97,7 +102,7 @@ func startTarget(tb testing.TB, change ...func(*target, *iscsi.Options)) *target
 	if tg.l, err = net.Listen("tcp", "127.0.0.1:0"); err != nil {
 		tb.Fatal(err)
 	}
-	if tg.lends {
+	if tg.lends != "" {
 		testkit.Unpaced(tb, tg.l.(*net.TCPListener))
 	}
 	tg.portal = tg.node.AddPortal(iscsi.PortalConfig{Listen: tg.l.Addr().String(), TPGT: 1})

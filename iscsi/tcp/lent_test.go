@@ -40,7 +40,7 @@ func TestLentDataDoesNotChange(t *testing.T) {
 		t.Run(fmt.Sprintf("digests=%t", digests), func(t *testing.T) {
 			var first atomic.Pointer[stoppedConn]
 			tg := startTarget(t, func(tg *target, o *iscsi.Options) {
-				tg.lends, o.MaxTransferPiece = true, 1<<20
+				tg.lends, o.MaxTransferPiece = "memory", 1<<20
 				tg.wrap = func(nc net.Conn) net.Conn {
 					c := &stoppedConn{Conn: nc, resume: make(chan struct{})}
 					if first.CompareAndSwap(nil, c) {
@@ -93,7 +93,7 @@ func TestSentDataDoesNotChange(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			var first atomic.Pointer[Conn]
 			tg := startTarget(t, func(tg *target, _ *iscsi.Options) {
-				tg.lends, tg.made = true, func(c *Conn) { first.CompareAndSwap(nil, c) }
+				tg.lends, tg.made = "memory", func(c *Conn) { first.CompareAndSwap(nil, c) }
 			})
 			reader := tg.login(t, tc.keys...)
 			writer := tg.login(t, "MaxRecvDataSegmentLength=262144")
@@ -135,11 +135,74 @@ func TestSentDataDoesNotChange(t *testing.T) {
 	}
 }
 
+// Data of a file that has left does not change, either, until the initiator has it: a WRITE of the same blocks asks the initiator for the acknowledgment, and
+// waits for it for a while. From one that does not answer, the WRITE takes the pages away, and it gets copies for a while.
+func TestSentFileDataDoesNotChange(t *testing.T) {
+	for name, answers := range map[string]bool{"the initiator answers": true, "it is silent": false} {
+		t.Run(name, func(t *testing.T) {
+			var first atomic.Pointer[Conn]
+			tg := startTarget(t, func(tg *target, _ *iscsi.Options) {
+				tg.lends, tg.made = "file", func(c *Conn) { first.CompareAndSwap(nil, c) }
+			})
+			keys := []string{"MaxRecvDataSegmentLength=262144"}
+			reader, writer, neighbor := tg.login(t, keys...), tg.login(t, keys...), tg.login(t, keys...)
+			const size, at = 64 << 10, 100
+			fill := func(b byte) { writer.writeAll(at, bytes.Repeat([]byte{b}, size), 0, 262144, 262144) }
+			fill('a')
+			c := first.Load()
+			read := reader.scsi(pdu.FlagR, cdb.Read10(at, size/blockLen), size)
+			reader.send(read, nil)
+			testkit.Eventually(t, "the data has left", func() bool {
+				s := tg.node.Stats()
+				return s.TasksInFlight == 0 && s.BufferOctets == 0 && c.holds.Len() == 1
+			})
+			receive := func() {
+				if got, _, _ := reader.readData(read, 262144); !bytes.Equal(got, bytes.Repeat([]byte{'a'}, size)) {
+					t.Errorf("%d bytes of the READ are not those from before", size-bytes.Count(got, []byte{'a'}))
+				}
+				ping := reader.want(pdu.NOPIn)
+				h := reader.Request(pdu.NOPOut, pdu.FlagF, true)
+				h.SetITT(pdu.ReservedTag)
+				h.SetTTT(ping.h.TTT())
+				reader.send(h, nil)
+			}
+			done := make(chan struct{})
+			go func() {
+				defer close(done)
+				fill('b')
+			}()
+			if !answers {
+				for range 100 {
+					neighbor.read(1000, 64, 262144)
+					neighbor.writeAll(at+size/blockLen, make([]byte, blockLen), blockLen, 262144, 262144)
+				}
+				<-done
+			}
+			receive()
+			<-done
+			testkit.Eventually(t, "nothing is held", func() bool { return c.holds.Len() == 0 })
+			if got := reader.read(at, size/blockLen, 262144); !bytes.Equal(got, bytes.Repeat([]byte{'b'}, size)) {
+				t.Error("the next READ does not have the new data")
+			}
+			testkit.Eventually(t, "the data has left", func() bool {
+				s := tg.node.Stats()
+				return s.TasksInFlight == 0 && s.BufferOctets == 0 && c.holds.Len() == 1 == answers
+			})
+		})
+	}
+}
+
 // An initiator that acknowledges nothing makes the target hold what its share of the memory permits, and then gets copies. Another one is served meanwhile.
 func TestHeldDataIsBounded(t *testing.T) {
+	for _, kind := range []string{"memory", "file"} {
+		t.Run(kind, func(t *testing.T) { testHeldData(t, kind) })
+	}
+}
+
+func testHeldData(t *testing.T, kind string) {
 	var first atomic.Pointer[Conn]
 	tg := startTarget(t, func(tg *target, o *iscsi.Options) {
-		tg.lends, tg.made = true, func(c *Conn) { first.CompareAndSwap(nil, c) }
+		tg.lends, tg.made = kind, func(c *Conn) { first.CompareAndSwap(nil, c) }
 		o.Shared = limits.New()
 		o.Shared.Memory.SetMax(8 << 20)
 	})
@@ -172,7 +235,7 @@ func TestHeldDataIsBounded(t *testing.T) {
 
 // READs of lent memory see a WRITE ATOMIC of the same blocks entirely or not at all, also across pages.
 func TestLentDataUnderAtomicWrites(t *testing.T) {
-	tg := startTarget(t, func(tg *target, _ *iscsi.Options) { tg.lends = true })
+	tg := startTarget(t, func(tg *target, _ *iscsi.Options) { tg.lends = "memory" })
 	const lba, blocks, rounds = 64, 256, 60 // parts of three pages
 	keys := []string{"MaxRecvDataSegmentLength=262144"}
 	reader, writer := tg.login(t, keys...), tg.login(t, keys...)

@@ -37,7 +37,7 @@ type item struct {
 	expCmdSN, maxCmdSN uint32  // when it was queued
 
 	stretch
-	data []byte // nil: all that is lent to buf
+	data []byte // nil: all that is lent to buf, or in its Pipe
 	buf  *iscsi.Buffer
 
 	// The kernel refers to data, which must not change until the initiator has it: when ExpStatSN is until or later.
@@ -203,7 +203,8 @@ func (c *Conn) sendDataIn(i *item) error {
 		off, last = i.from, i.to
 	}
 	s.advance(i.expCmdSN, i.maxCmdSN)
-	if i.shared = i.data == nil && min(size, i.segment) >= shareAtLeast && s.out.RefersPages() && i.buf.Share(); i.shared {
+	piped := i.buf.Pipe() != nil
+	if i.shared = piped || i.data == nil && min(size, i.segment) >= shareAtLeast && s.out.RefersPages() && i.buf.Share(); i.shared {
 		i.until = s.statSN + 1 // the next status leaves after the data
 		if i.task != nil {
 			i.until = pdu.BHS(i.task.t.Header[:]).StatSN() + 1
@@ -341,6 +342,10 @@ func (c *Conn) startTrailer(h pdu.BHS, n int, d digests) {
 func (c *Conn) lentTrailer(h pdu.BHS, i *item, off, end uint32) {
 	out := &c.tx.out
 	c.startTrailer(h, int(end-off), c.tx.digests)
+	if p := i.buf.Pipe(); p != nil {
+		out.ReferPipe(p.(*llp.Pipe), int(end-off))
+		return
+	}
 	at := uint32(0)
 	for _, l := range i.buf.Lent() {
 		next := at + uint32(len(l.Data))
