@@ -23,6 +23,7 @@ import (
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/lun/invariant"
 	"github.com/iser-target/iser-target/rdma"
+	"github.com/iser-target/iser-target/rdma/llp"
 	"github.com/iser-target/iser-target/rdma/wire"
 )
 
@@ -103,6 +104,7 @@ var (
 	_ iscsi.Impatient  = (*Conn)(nil)
 	_ iscsi.Resumable  = (*Conn)(nil)
 	_ iscsi.LentMover  = (*Conn)(nil)
+	_ iscsi.PipeMover  = (*Conn)(nil)
 )
 
 // task is the mover's state of a task slot.
@@ -439,6 +441,41 @@ func (c *Conn) PutLent(it *iscsi.Task, off uint32, b *iscsi.Buffer) error {
 	return nil
 }
 
+// TakePipe implements iscsi.PipeMover.
+func (c *Conn) TakePipe(n, have int) iscsi.Pipe {
+	c.mu.Lock()
+	numbered := c.numbered
+	c.mu.Unlock()
+	if !numbered || !c.rc.RefersPages() {
+		return nil
+	}
+	if p := llp.TakePipe(n, have); p != nil {
+		return p
+	}
+	return nil
+}
+
+// PutPipe implements iscsi.PipeMover by an RDMA Write.
+func (c *Conn) PutPipe(it *iscsi.Task, off uint32, n int, b *iscsi.Buffer) error {
+	r := it.Mover.(*task).remote.Read
+	if !r.Valid {
+		return errors.New("the command has no Read STag")
+	}
+	pipe := b.Pipe().(*llp.Pipe)
+	pipe.Filled(n)
+	p := c.takePut()
+	p.b, p.shared = b, true
+	p.wr.Op, p.wr.STag, p.wr.TO, p.wr.Pipe, p.wr.Piped = rdma.Write, r.STag, r.Base+uint64(off), pipe, n
+	c.mu.Lock()
+	p.until = c.statSN + 1 // that status will be posted later
+	err := c.rc.Post(&p.wr)
+	c.mu.Unlock()
+	if err != nil {
+		c.givePut(p)
+	}
+	return err
+}
+
 // takePut returns a free put, or a new one.
 func (c *Conn) takePut() *put {
 	c.mu.Lock()
@@ -455,7 +492,7 @@ func (c *Conn) takePut() *put {
 
 // givePut makes p free.
 func (c *Conn) givePut(p *put) {
-	p.b, p.shared, p.wr.Data, p.wr.Pages = nil, false, nil, false
+	p.b, p.shared, p.wr.Data, p.wr.Pages, p.wr.Pipe, p.wr.Piped = nil, false, nil, false, nil, 0
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	p.next, c.puts = c.puts, p

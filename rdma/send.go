@@ -55,6 +55,9 @@ type WorkRequest struct {
 	// Pages permits the kernel to refer to Data of a Write instead of copying it, also after Done: until the peer has said by its own protocol that it
 	// has the message. Data must not change until then, and its memory must not be of the heap. See RefersPages.
 	Pages bool
+	// Pipe, if not nil, has the Piped bytes that follow Head in a Write, instead of Data. The kernel refers to them as with Pages.
+	Pipe  *llp.Pipe
+	Piped int
 
 	posted bool // between Post and its end; kept in builds with the tag "invariants"
 	next   *WorkRequest
@@ -70,7 +73,7 @@ type Completer interface {
 	WorkDone(wr *WorkRequest, err error)
 }
 
-func (wr *WorkRequest) size() int { return len(wr.Head) + len(wr.Data) }
+func (wr *WorkRequest) size() int { return len(wr.Head) + len(wr.Data) + wr.Piped }
 
 // list is a FIFO of work requests, linked through next. It is an iscsi/fifo without its
 // second pointer; a package for both would have to lie below rdma and iscsi, and there
@@ -404,14 +407,14 @@ func (c *Conn) sendReadRequest(wr *WorkRequest) error {
 	wire.Untagged{Last: true, ULP: wire.OpReadRequest.Control(), QN: wire.QNReadRequest, MSN: s.readMSN}.Put(b)
 	wire.ReadRequest{SinkSTag: wr.sink, Size: uint32(wr.got), SrcSTag: wr.STag, SrcTO: wr.TO}.Put(b[wire.UntaggedLen:])
 	s.readMSN++
-	return c.trailer(n, nil, nil, false)
+	return c.trailer(n, nil, payload{})
 }
 
 // segments cuts the message of wr into DDP segments of at most one MULPDU. put encodes
 // the header of the segment whose payload begins at off.
 func (c *Conn) segments(wr *WorkRequest, hlen int, put func(b []byte, off int, last bool)) error {
 	size, most := wr.size(), c.tx.mulpdu-hlen
-	head, data := wr.Head, wr.Data
+	head, rest := wr.Head, payload{wr.Data, wr.Pages, wr.Pipe, wr.Piped}
 	for off := 0; ; {
 		n := min(size-off, most)
 		b, err := c.header(hlen + n)
@@ -420,14 +423,34 @@ func (c *Conn) segments(wr *WorkRequest, hlen int, put func(b []byte, off int, l
 		}
 		put(b, off, off+n == size)
 		k := min(n, len(head))
-		if err := c.trailer(hlen, head[:k], data[:n-k], wr.Pages); err != nil {
+		if err := c.trailer(hlen, head[:k], rest.take(n-k)); err != nil {
 			return err
 		}
-		head, data = head[k:], data[n-k:]
+		head = head[k:]
 		if off += n; off == size {
 			return nil
 		}
 	}
+}
+
+// A payload is what follows the head of a message, or a part of it: see WorkRequest.
+type payload struct {
+	data  []byte
+	pages bool
+	pipe  *llp.Pipe
+	piped int
+}
+
+// take removes the first n bytes of p and returns them.
+func (p *payload) take(n int) payload {
+	first := *p
+	if p.pipe != nil {
+		first.piped = n
+		p.piped -= n
+		return first
+	}
+	first.data, p.data = p.data[:n], p.data[n:]
+	return first
 }
 
 // header starts an FPDU for a ULPDU of n bytes: it makes room, writes ULPDU_Length and
@@ -446,14 +469,15 @@ func (c *Conn) header(n int) ([]byte, error) {
 }
 
 // trailer ends the FPDU that header has started, after the caller has written the DDP
-// header of hlen bytes. It adds the payload, head and data, then PAD and CRC. pages: see WorkRequest.
-func (c *Conn) trailer(hlen int, head, data []byte, pages bool) error {
+// header of hlen bytes. It adds head and p, then PAD and CRC.
+func (c *Conn) trailer(hlen int, head []byte, p payload) error {
 	out := &c.tx.out
 	c.counts.sent.fpdus.Add(1)
 	start := len(out.Slab) - wire.LengthLen
 	out.Slab = out.Slab[:len(out.Slab)+hlen]
 	out.Slab = append(out.Slab, head...) // a Send's head is a PDU header
-	pad := wire.Pad(hlen + len(head) + len(data))
+	data := p.data
+	pad := wire.Pad(hlen + len(head) + len(data) + p.piped)
 	if c.markersOut {
 		return c.trailerMarked(start, data, pad)
 	}
@@ -465,8 +489,11 @@ func (c *Conn) trailer(hlen int, head, data []byte, pages bool) error {
 	if c.crc {
 		crc = wire.UpdateCRC(0, out.Slab[start:])
 	}
-	if !short {
-		if pages && len(data) >= pagesAtLeast && !c.crc && out.RefersPages() {
+	switch {
+	case p.pipe != nil:
+		out.ReferPipe(p.pipe, p.piped)
+	case !short:
+		if p.pages && len(data) >= pagesAtLeast && !c.crc && out.RefersPages() {
 			out.ReferPages(data)
 		} else {
 			out.Refer(data)
