@@ -14,7 +14,7 @@ import (
 	"github.com/iser-target/iser-target/tests/interop/vm"
 )
 
-// speedConfig is the configuration of a target with a portal that requires IPsec, and one that does not.
+// speedConfig is the configuration of a target with a portal that requires IPsec, and one that does not, for that backend.
 const speedConfig = `
 portals:
   - listen: 192.0.2.2:3260
@@ -25,12 +25,12 @@ targets:
   - name: ` + storeIQN + `
     initiators: ["*"]
     luns:
-      - {id: 0, backend: memory, size: 16MiB}
+      - {id: 0, size: 16MiB, backend: %s}
 ipsec:
   driver: xfrm
   profiles: [{name: default, mode: tunnel, suites: [aes128gcm16], esn: true, manual_keys: true}]
 control: {socket: /run/iser-target.sock}
-state_dir: ""
+state_dir: /run/speed.state
 `
 
 // speedUp installs SAs with AES-128-GCM and ESN on both machines, starts the target and logs in over each transport to each portal.
@@ -75,19 +75,19 @@ speed() {
 `
 
 // speedTarget starts the target of speedConfig in the virtual machine, until the test ends, and logs in.
-func speedTarget(tb testing.TB) *vm.VM {
+func speedTarget(tb testing.TB, backend string) *vm.VM {
 	tb.Helper()
 	v := boot(tb)
 	need(tb, "nsenter")
 	harness.Copy(tb, filepath.Join(v.Files(), "iser-target"))
-	if err := os.WriteFile(filepath.Join(v.Files(), "config.yaml"), []byte(speedConfig), 0o600); err != nil {
+	if err := os.WriteFile(filepath.Join(v.Files(), "config.yaml"), fmt.Appendf(nil, speedConfig, backend), 0o600); err != nil {
 		tb.Fatal(err)
 	}
 	tb.Cleanup(func() {
 		if tb.Failed() && v.Broken() == nil {
 			v.Try(tb, "tail -n 40 /run/iser-target.log >&2", quick)
 		}
-		v.Run(tb, ipsecDown+"rm -f /run/iser-target.log\n", long)
+		v.Run(tb, ipsecDown+"rm -rf /run/iser-target.log /run/speed.state\n", long)
 	})
 	v.Run(tb, ipsecUp+speedUp, 2*long)
 	return v
@@ -114,7 +114,7 @@ func speedCases() (list []speedCase) {
 // BenchmarkIPsec compares the commands per second of the Linux initiator with and without ESP, in the virtual machine. An iteration is a round of all
 // cases; both portals take turns. It prints the medians as a table.
 func BenchmarkIPsec(b *testing.B) {
-	v := speedTarget(b)
+	v := speedTarget(b, "memory")
 	need(b, "fio")
 	out := v.Run(b, ". /run/ipsec.sh\non /run/share/iser-target session list -o json --socket /run/iser-target.sock", quick)
 	if strings.Count(out, `"esp-tunnel aes128gcm16 esn"`) != 2 || strings.Count(out, `"tsih"`) != 4 {
