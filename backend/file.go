@@ -86,6 +86,7 @@ func openFile(c FileConfig) (_ Store, created bool, err error) {
 	// and whole filesystem blocks are removed" (fallocate(2)).
 	d := newDisk(c.Path, fd, info, 1, c.WriteThrough && !c.ReadOnly)
 	d.regular = true
+	d.noPipe.Store(!freezes(fd))
 	d.device.Store(st.Dev)
 	return d, created, nil
 }

@@ -81,11 +81,19 @@ func (d *disk) Splice(pipe int, off, n int64) error {
 	return nil
 }
 
+// freezes reports whether the file system of fd is one whose direct I/O takes pages out of the page cache, as that of block devices does. Others
+// may keep them, as tmpfs and btrfs do.
+func freezes(fd int) bool {
+	var sfs unix.Statfs_t
+	err := retry(func() error { return unix.Fstatfs(fd, &sfs) })
+	return err == nil && (sfs.Type == unix.EXT4_SUPER_MAGIC || sfs.Type == unix.XFS_SUPER_MAGIC) // ext2 and ext3 have that of ext4
+}
+
 // freezeTries bounds the tries of Freeze: the kernel may have read ahead meanwhile.
 const freezeTries = 3
 
 // Freeze implements Splicer. Direct I/O takes pages out of the page cache even if something refers to them, so Freeze writes by it what the medium
-// has. If the file system does not do that, the disk splices no longer.
+// has. If that does not work here, as with data=journal, the disk splices no longer.
 func (d *disk) Freeze(off, n int64) error {
 	end := min((off+n+FreezeAlign-1)&^(FreezeAlign-1), d.size.Load())
 	off &^= FreezeAlign - 1

@@ -3,6 +3,7 @@ package backend_test
 import (
 	"bytes"
 	"errors"
+	"fmt"
 	"io"
 	"os"
 	"path/filepath"
@@ -12,12 +13,13 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // What the page cache does not have is read from the medium, although the pipe never waits. Splice allocates nothing.
 func TestSpliceOfColdPages(t *testing.T) {
-	path := filepath.Join(t.TempDir(), "lun.img")
+	path := filepath.Join(backendtest.SpliceDir(t), "lun.img")
 	s := openFile(t, backend.FileConfig{Path: path, Size: 1 << 20})
 	want := bytes.Repeat([]byte("0123456789abcdef"), 16<<10)
 	if err := errors.Join(s.WriteAt(want, 0), s.Sync()); err != nil {
@@ -52,7 +54,7 @@ func TestSpliceOfColdPages(t *testing.T) {
 
 // Transfers of the kernel may be short. An error says where it was, and does not look like data.
 func TestSpliceFails(t *testing.T) {
-	path := filepath.Join(t.TempDir(), "lun.img")
+	path := filepath.Join(backendtest.SpliceDir(t), "lun.img")
 	s := openFile(t, backend.FileConfig{Path: path, Size: 1 << 20})
 	sp := s.(backend.Splicer)
 	want := bytes.Repeat([]byte("0123456789abcdef"), 4<<10)
@@ -114,7 +116,7 @@ func TestFreezeFails(t *testing.T) {
 		"the medium is full": {write: unix.ENOSPC, splices: true},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s := openFile(t, backend.FileConfig{Size: 1 << 20})
+			s := openFile(t, backend.FileConfig{Path: filepath.Join(backendtest.SpliceDir(t), "lun.img"), Size: 1 << 20})
 			old := bytes.Repeat([]byte("old data"), 8<<10)
 			if err := s.WriteAt(old, 4096); err != nil {
 				t.Fatal(err)
@@ -155,4 +157,45 @@ func readOnlyFile(t *testing.T) string {
 		t.Fatal(err)
 	}
 	return path
+}
+
+// Files of these file systems keep the contract of a Store, with Splice and Freeze. They splice where Freeze works.
+func TestFilesOfFileSystems(t *testing.T) {
+	made := func(fstype, options string) func(t *testing.T) string {
+		return func(t *testing.T) string {
+			return backendtest.Mount(t, backendtest.MakeFS(t, fstype, 32<<20, "-q"), fstype, options)
+		}
+	}
+	reflink := func(fstype string) func(t *testing.T) string {
+		return func(t *testing.T) string { return backendtest.ReflinkFS(t, fstype) }
+	}
+	for name, tc := range map[string]struct {
+		mount          func(t *testing.T) (dir string)
+		splices, loses bool // from the beginning; after Freeze
+	}{
+		"ext4":            {mount: made("ext4", ""), splices: true},
+		"ext4, journaled": {mount: made("ext4", "data=journal"), splices: true, loses: true},
+		"ext2":            {mount: made("ext2", ""), splices: true},
+		"xfs":             {mount: reflink("xfs"), splices: true},
+		"btrfs":           {mount: reflink("btrfs")},
+		"tmpfs":           {mount: func(t *testing.T) string { return backendtest.Mount(t, "none", "tmpfs", "size=64m") }},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := tc.mount(t)
+			n := 0
+			open := func(t *testing.T) backend.Store {
+				n++
+				return openFile(t, backend.FileConfig{Path: filepath.Join(dir, fmt.Sprint(n)), Size: 2<<20 + 512})
+			}
+			backendtest.Run(t, open)
+			sp := open(t).(backend.Splicer)
+			if sp.CanSplice() != tc.splices {
+				t.Errorf("CanSplice %t", sp.CanSplice())
+			}
+			err := sp.Freeze(0, 4096)
+			if frozen := tc.splices && !tc.loses; sp.CanSplice() != frozen || tc.splices && (err == nil) != frozen {
+				t.Errorf("Freeze: %v, and CanSplice %t", err, sp.CanSplice())
+			}
+		})
+	}
 }

@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/lun"
@@ -47,7 +48,7 @@ var lendingStores = map[string]func(t *testing.T) (backend.Store, error){
 		return backend.OpenMemory(backend.MemoryConfig{Size: 64 << 20, BlockSize: 512})
 	},
 	"file": func(t *testing.T) (backend.Store, error) {
-		s, _, err := backend.OpenFile(backend.FileConfig{Path: t.TempDir() + "/lun.img", Size: 64 << 20})
+		s, _, err := backend.OpenFile(backend.FileConfig{Path: backendtest.SpliceDir(t) + "/lun.img", Size: 32 << 20})
 		return s, err
 	},
 }

@@ -7,6 +7,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/iser-target/iser-target/backend"
 )
 
 // Mount mounts a file system until the test ends and returns the mount point.
@@ -21,6 +23,25 @@ func Mount(t testing.TB, source, fstype, options string) (dir string) {
 			t.Errorf("unmount %s: %v", dir, err)
 		}
 	})
+	return dir
+}
+
+// SpliceDir returns a new directory on a file system on which a file is a backend.Splicer that splices.
+func SpliceDir(t testing.TB) string {
+	t.Helper()
+	dir := t.TempDir()
+	s, _, err := backend.OpenFile(backend.FileConfig{Path: filepath.Join(dir, "trial"), Size: 4096})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	if s.(backend.Splicer).CanSplice() {
+		return dir
+	}
+	if err := unix.Mount(MakeFS(t, "ext4", 64<<20, "-q"), dir, "ext4", 0, ""); err != nil {
+		Unavailable(t, "mounting ext4: %v", err)
+	}
+	t.Cleanup(func() { unix.Unmount(dir, unix.MNT_DETACH) }) // a file may still be open
 	return dir
 }
 

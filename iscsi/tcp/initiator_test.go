@@ -80,7 +80,7 @@ func startTarget(tb testing.TB, change ...func(*target, *iscsi.Options)) *target
 	case "memory":
 		store = mem
 	case "file":
-		if store, _, err = backend.OpenFile(backend.FileConfig{Path: tb.TempDir() + "/lun.img", Size: storeLen, BlockSize: blockLen}); err != nil {
+		if store, _, err = backend.OpenFile(backend.FileConfig{Path: backendtest.SpliceDir(tb) + "/lun.img", Size: storeLen, BlockSize: blockLen}); err != nil {
 			tb.Fatal(err)
 		}
 	}

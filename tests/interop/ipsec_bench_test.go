@@ -25,7 +25,7 @@ targets:
   - name: ` + storeIQN + `
     initiators: ["*"]
     luns:
-      - {id: 0, size: 16MiB, backend: %s}
+      - {id: 0, backend: %s}
 ipsec:
   driver: xfrm
   profiles: [{name: default, mode: tunnel, suites: [aes128gcm16], esn: true, manual_keys: true}]
@@ -74,8 +74,8 @@ speed() {
 .
 `
 
-// speedTarget starts the target of speedConfig in the virtual machine, until the test ends, and logs in.
-func speedTarget(tb testing.TB, backend string) *vm.VM {
+// speedTarget runs the script prepare in the virtual machine, starts the target of speedConfig, until the test ends, and logs in.
+func speedTarget(tb testing.TB, backend, prepare string) *vm.VM {
 	tb.Helper()
 	v := boot(tb)
 	need(tb, "nsenter")
@@ -89,7 +89,7 @@ func speedTarget(tb testing.TB, backend string) *vm.VM {
 		}
 		v.Run(tb, ipsecDown+"rm -rf /run/iser-target.log /run/speed.state\n", long)
 	})
-	v.Run(tb, ipsecUp+speedUp, 2*long)
+	v.Run(tb, prepare+ipsecUp+speedUp, 2*long)
 	return v
 }
 
@@ -114,7 +114,7 @@ func speedCases() (list []speedCase) {
 // BenchmarkIPsec compares the commands per second of the Linux initiator with and without ESP, in the virtual machine. An iteration is a round of all
 // cases; both portals take turns. It prints the medians as a table.
 func BenchmarkIPsec(b *testing.B) {
-	v := speedTarget(b, "memory")
+	v := speedTarget(b, "memory, size: 16MiB", "")
 	need(b, "fio")
 	out := v.Run(b, ". /run/ipsec.sh\non /run/share/iser-target session list -o json --socket /run/iser-target.sock", quick)
 	if strings.Count(out, `"esp-tunnel aes128gcm16 esn"`) != 2 || strings.Count(out, `"tsih"`) != 4 {

@@ -5,16 +5,17 @@ import (
 	"testing"
 )
 
-// The kernel refers to the pages of a LUN in memory, and to those of a file in its page cache, while it sends them (rdma/llp/pages.go). ESP must not encrypt them
-// where they lie: all initiators read what was written, again and again, whether their path has ESP or not, and so does the file.
+// The kernel refers to the pages of a LUN in memory, and to those of the page cache, while it sends them (rdma/llp/pages.go). ESP must not encrypt them where they lie: all
+// initiators read what was written, again and again, whether their path has ESP or not, and the page cache has it, too.
 func TestIPsecLeavesMemory(t *testing.T) {
-	for name, tc := range map[string]struct{ backend, last string }{
-		"memory": {"memory", ""},
-		"file":   {"file, path: /run/lun.img", `[ "$(on sha256sum /run/lun.img)" = "${want%-}/run/lun.img" ] || echo "the file has other data"`},
+	for name, tc := range map[string]struct{ backend, prepare, last string }{
+		"memory": {"memory, size: 16MiB", "", ""},
+		"block": {"block, path: /dev/loop0", "modprobe loop\ntruncate -s 16M /run/lun.img\nlosetup /dev/loop0 /run/lun.img\n", `
+[ "$(sha256sum </dev/loop0)" = "$want" ] || echo "the device has other data"`},
 	} {
 		t.Run(name, func(t *testing.T) {
-			v := speedTarget(t, tc.backend)
-			t.Cleanup(func() { v.Run(t, "rm -f /run/random\n", quick) })
+			v := speedTarget(t, tc.backend, tc.prepare)
+			t.Cleanup(func() { v.Run(t, "if [ -e /dev/loop0 ]; then losetup -D; fi\nrm -f /run/random /run/lun.img\n", quick) })
 			out := v.Run(t, `
 . /run/ipsec.sh
 pipes() { ls -l /proc/$(pgrep -x iser-target)/fd | grep -c pipe: || true; }
