@@ -117,12 +117,12 @@ const (
 	pollingLUN = "our memory LUN, polling"
 )
 
-// startFigures starts a target with a LUN in memory, one with a file on a tmpfs, those of more, and tgt. sockets has those of the control API, by the name of
+// startFigures starts a target with a LUN in memory, one with a file on XFS, which only root can mount, those of more, and tgt. sockets has those of the control API, by the name of
 // the column.
 func startFigures(ctx context.Context, o *options, dir string, more ...variant) (columns []hostColumn, sockets map[string]string, stop func() error) {
 	var stops []func() error
 	sockets = map[string]string{}
-	for _, v := range append([]variant{{name: memoryLUN}, {name: fileLUN, file: true}}, more...) {
+	for _, v := range append([]variant{{name: memoryLUN}, {name: fileLUN, fs: "xfs"}}, more...) {
 		own := filepath.Join(dir, fmt.Sprint(len(columns)))
 		c, end := v.start(ctx, o, own, nil)
 		c.column = column{v.name, "TCP"}
