@@ -263,16 +263,11 @@ func (t *Tally) begin(n *Nexus, u *Unit, kind Kind) {
 	}
 }
 
-// End counts what Count has added up.
+// End counts what Count has added up. The number of commands in PhaseTotal comes last: a later look has all of those that it has.
 func (t *Tally) End() {
 	if t.nexus == nil {
 		return
 	}
-	for p := range t.phases {
-		t.phases[p].end()
-	}
-	t.total.end()
-	t.size.end()
 	for _, l := range t.in {
 		if l == nil {
 			continue
@@ -289,6 +284,11 @@ func (t *Tally) End() {
 			l.octets[t.kind].Add(t.moved)
 		}
 	}
+	for p := range t.phases {
+		t.phases[p].end()
+	}
+	t.size.end()
+	t.total.end()
 	*t = Tally{} // keeps no memory of a unit that is removed
 }
 

@@ -100,6 +100,32 @@ func TestLatenciesOfManyNexuses(t *testing.T) {
 	}
 }
 
+// A reader who sees that a command counts in PhaseTotal finds its times with the next look.
+func TestLatenciesOfCommandsThatCount(t *testing.T) {
+	r := newRig(t, setup{})
+	n := r.login()
+	const commands = 20000
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		var c Command
+		do(n, &c, [8]byte{}, "28000000000000000100", nil, 512)
+		for range commands {
+			var tally Tally
+			tally.Count(n, &c, &Spent{PhaseReceive: time.Millisecond, PhaseBackend: time.Millisecond})
+			tally.End()
+		}
+	}()
+	for count := uint64(0); count < commands; {
+		count = r.unit.Latencies()[TCP][PhaseTotal].Count
+		l := r.unit.Latencies()[TCP]
+		if least := time.Duration(count) * time.Millisecond; l[PhaseReceive].Sum < least || l[PhaseBackend].Sum < least || l[PhaseTotal].Sum < 2*least || l[PhaseBackend].Count < count {
+			t.Fatalf("%d commands, with %v, %v and %v in all", count, l[PhaseReceive].Sum, l[PhaseBackend].Sum, l[PhaseTotal].Sum)
+		}
+	}
+	<-done
+}
+
 // Reads, writes and other commands have latencies and sizes of their own, in the unit and in the nexus.
 func TestOperations(t *testing.T) {
 	r := newRig(t, setup{})

@@ -63,13 +63,10 @@ func TestLatencies(t *testing.T) {
 			tg := startTarget(t)
 			cl := tg.login(t, "MaxBurstLength=1048576", "FirstBurstLength=65536", "MaxRecvDataSegmentLength=262144")
 			counted := func() lun.Latencies { return tg.node.Latencies()[lun.TCP] }
-			responses := func(n uint64) (l lun.Latencies) {
+			responses := func(n uint64) lun.Latencies {
 				t.Helper()
-				testkit.Eventually(t, "a response counts", func() bool {
-					l = counted()
-					return l[lun.PhaseTotal].Count == n
-				})
-				return l
+				testkit.Eventually(t, "a response counts", func() bool { return counted()[lun.PhaseTotal].Count == n })
+				return counted() // what the look before may have lacked, too: see lun.Tally.End
 			}
 			for try := uint64(1); ; try++ {
 				before := responses(1 + try) // with those of login, which are 2
