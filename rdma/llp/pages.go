@@ -48,10 +48,7 @@ type Pipe struct {
 // TakePipe returns an empty Pipe that can refer to n bytes anywhere in a file, or nil. Release gives it back. have is how many the connection has: where
 // few are left, it gets no more, so that others find one.
 func TakePipe(n, have int) *Pipe {
-	if have >= fewPipes && pipes.scarce() {
-		return nil
-	}
-	p := pipes.take()
+	p := pipes.take(have)
 	if p != nil && n > p.size-pageSize {
 		p.Release()
 		return nil
@@ -88,10 +85,13 @@ type pipePool struct {
 	open int // in all
 }
 
-// take returns an empty pipe, or nil.
-func (p *pipePool) take() *Pipe {
+// take returns an empty pipe for a connection that has as many, or nil.
+func (p *pipePool) take(have int) *Pipe {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if have >= fewPipes && p.open-len(p.idle) >= maxPipes/2 {
+		return nil
+	}
 	if n := len(p.idle); n > 0 {
 		x := p.idle[n-1]
 		p.idle = p.idle[:n-1]
@@ -116,13 +116,6 @@ func (p *pipePool) take() *Pipe {
 	x.size = size
 	p.open++
 	return x
-}
-
-// scarce reports whether half of the pipes are in use.
-func (p *pipePool) scarce() bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.open-len(p.idle) >= maxPipes/2
 }
 
 // put gives back a pipe.
@@ -177,7 +170,7 @@ func (s *Socket) WritePages(b [][]byte, pages []PagesPart) (n int64, err error) 
 				run++
 			}
 			if own == nil {
-				if own = pipes.take(); own == nil {
+				if own = pipes.take(0); own == nil {
 					pages = pages[run:] // they are copied
 					continue
 				}
