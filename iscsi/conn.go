@@ -80,7 +80,7 @@ type conn struct {
 	heard    atomic.Int64  // noticed, for others
 	putOff   putOffFlush
 	lent     LentMover    // the mover; nil: it is none
-	piped    PipeMover    // so
+	piped    PipeMover    // the mover; nil: it is none
 	pressed  atomic.Int64 // when Press asked the initiator last, by clock
 	lagged   atomic.Int64 // until when data is copied, by clock; 0: never
 	brevity  brevity

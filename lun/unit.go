@@ -61,7 +61,9 @@ type Options struct {
 	// StoreTimeout is how long a call of the store may take before the store counts as hung; nil: the
 	// default of limits.
 	StoreTimeout *limits.Limit
-	Events       func(Event) // returns soon and does not call the Unit; nil: only lines in the log of slog.Default()
+	// ViewWait is how long a change waits for initiators to acknowledge READs of the same blocks that leave from the page cache; default 100 ms.
+	ViewWait time.Duration
+	Events   func(Event) // returns soon and does not call the Unit; nil: only lines in the log of slog.Default()
 }
 
 // A Unit is a logical unit: a device server and the store below it.
@@ -182,6 +184,7 @@ func New(s backend.Store, o Options) (*Unit, error) {
 	if o.Calls == nil {
 		o.Calls = fair.NewProcess(nil)
 	}
+	o.ViewWait = cmp.Or(o.ViewWait, viewWait)
 	u := &Unit{
 		store: s, info: info, opt: o, readOnly: o.ReadOnly || info.ReadOnly,
 		seen: map[*itl]struct{}{}, number: units.Add(1), gate: o.Calls.NewGate(cmp.Or(o.Name, o.Identity.Serial), !info.Nonblocking),

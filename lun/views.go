@@ -17,7 +17,7 @@ import (
 // READ that begins while a change is announced copies.
 
 const (
-	// viewWait is how long a change waits for initiators.
+	// viewWait is the default of Options.ViewWait.
 	viewWait = 100 * time.Millisecond
 	// viewPress is the time between two questions.
 	viewPress = 10 * time.Millisecond
@@ -87,7 +87,7 @@ func (v *View) End() {
 	*v = View{}
 }
 
-// Abandon ends v, if it has begun, where nobody will know when the initiator has the data: the connection has ended.
+// Abandon ends v, if it has begun, at the end of its connection: nobody learns then when the initiator has the data.
 func (v *View) Abandon() {
 	if v.unit == nil {
 		return
@@ -186,7 +186,7 @@ func (a announcement) end() {
 }
 
 // announce announces a change of n bytes at pos, and returns when no View shows it. whole: the change is all or nothing for others. The caller holds no
-// stripes yet, and calls end of the announcement when the change has ended, also after an error.
+// stripes yet, and calls end of the announcement after the change, also after an error.
 func (u *Unit) announce(c *Command, pos, n int64, whole bool) (announcement, error) {
 	if u.splicer == nil {
 		return announcement{}, nil
@@ -204,7 +204,7 @@ func (u *Unit) announce(c *Command, pos, n int64, whole bool) (announcement, err
 func (u *Unit) awaitViews(c *Command, r byteRange, strict bool) error {
 	begin := time.Now()
 	for {
-		late := time.Since(begin) >= viewWait
+		late := time.Since(begin) >= u.opt.ViewWait
 		viewers, left, lag, ended := u.views.look(r, late)
 		for _, v := range viewers {
 			if late {

@@ -44,6 +44,7 @@ type target struct {
 	portal *iscsi.Portal
 	store  *backendtest.Faulty
 	lends  string // "memory": the LUN lends its memory. "file": the kernel refers to its pages. store is not used then
+	unit   lun.Options
 	l      net.Listener
 	prefix int // bytes that are read before New
 	opt    Options
@@ -84,7 +85,8 @@ func startTarget(tb testing.TB, change ...func(*target, *iscsi.Options)) *target
 			tb.Fatal(err)
 		}
 	}
-	unit, err := lun.New(store, lun.Options{Identity: id})
+	tg.unit.Identity = id
+	unit, err := lun.New(store, tg.unit)
 	if err != nil {
 		tb.Fatal(err)
 	}

@@ -154,7 +154,7 @@ type PagesPart struct {
 
 // WritePages does what WriteBuffers does, but it does not copy the parts of b that pages has, in ascending order: the kernel refers to their memory. It
 // still does so after the call, until the peer has acknowledged them. A peer on the same machine may then still refer to it, until it has read them. So they must not
-// change until the peer has said so by its own protocol, and memory in b must not be of the heap. What Pipes have left, WritePages takes even if it fails.
+// change until the peer has said so by its own protocol, and memory in b must not be of the heap. After an error, Pipes may have a rest.
 func (s *Socket) WritePages(b [][]byte, pages []PagesPart) (n int64, err error) {
 	var own *Pipe // for the pages of b
 	defer func() {
