@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"fmt"
 	"maps"
+	"math"
 	"math/bits"
 	"slices"
 
@@ -97,6 +98,7 @@ type UnitState struct {
 	Reservation  *unitEntry        `json:"reservation,omitempty"` // registrations; null: none
 	MadeBy       []string          `json:"made_by,omitempty"`     // the initiator that made each registration
 	Shared       *sharedPosition   `json:"shared,omitempty"`      // of Options.Shared; nil: it does not know the reservations
+	Views        [][2]int64        `json:"views,omitempty"`       // positions and lengths in bytes
 }
 
 // Busy returns what the unit does without a command of a session, or an empty string. It has no State then.
@@ -133,6 +135,9 @@ func (u *Unit) State() UnitState {
 		st.PortGroups = g.entries()
 	}
 	st.Identifying = u.identifying.Load()
+	for _, r := range u.views.ranges() {
+		st.Views = append(st.Views, [2]int64{r.pos, r.n})
+	}
 	u.mu.Lock()
 	st.ChangedBy = maps.Clone(u.changedBy)
 	u.mu.Unlock()
@@ -192,6 +197,14 @@ func (u *Unit) Restore(st UnitState) error {
 	if err := st.Identifying.check(); err != nil {
 		return err
 	}
+	views := make([]byteRange, 0, len(st.Views))
+	for _, v := range st.Views {
+		if v[0] < 0 || v[1] <= 0 || v[1] > math.MaxInt64-v[0] {
+			return fmt.Errorf("%d bytes at %d are on their way to an initiator", v[1], v[0])
+		}
+		views = append(views, byteRange{v[0], v[1]})
+	}
+	u.addLeft(views)
 	u.SetHealth(Health(health))
 	u.stopped.Store(st.Stopped)
 	u.ejected.Store(st.Ejected)

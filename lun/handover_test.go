@@ -2,6 +2,7 @@ package lun
 
 import (
 	"encoding/json"
+	"math"
 	"reflect"
 	"slices"
 	"strings"
@@ -120,6 +121,9 @@ func TestRestoreRefuses(t *testing.T) {
 		"who made 0":    func(st *UnitState) { st.MadeBy = nil },
 		"initiator por": func(st *UnitState) { st.Reservation.Registrations[0].Initiator = "x" },
 		"unknown":       func(st *UnitState) { st.PortGroups = []portGroupEntry{{1, "asleep"}} },
+		"-512 bytes":    func(st *UnitState) { st.Views = [][2]int64{{0, 512}, {0, -512}} },
+		"bytes at 1 ar": func(st *UnitState) { st.Views = [][2]int64{{1, math.MaxInt64}} },
+		"bytes at -1 a": func(st *UnitState) { st.Views = [][2]int64{{-1, 1}} },
 	} {
 		st := throughJSON(t, good)
 		spoil(&st)

@@ -299,6 +299,7 @@ func (u *Unit) startSanitize(job *sanitizeJob) *sanitizeRun {
 	all.release()
 	go func() {
 		defer close(run.done)
+		u.sanitizeViews()
 		run.state, run.moved = u.endSanitize(job, job.run(u))
 		s.state.Store(run.state)
 	}()

@@ -441,6 +441,7 @@ func (u *Unit) InheritFrom(old *Unit) {
 	}
 	u.inheritFailure(old)
 	u.inheritReservations(old)
+	u.addLeft(old.views.ranges())
 
 	if u.opt.Settings.Shared() { // all that initiators set is saved, and perhaps changed since
 		u.known = &knownSettings{old.current(), old.identifying.Load()}

@@ -95,13 +95,47 @@ func (v *View) Abandon() {
 	l := &v.unit.views
 	l.mu.Lock()
 	if !v.gone {
-		left := &View{unit: v.unit, byteRange: v.byteRange, index: v.index, lagged: time.Now()}
+		left := v.unit.newLeftView(v.byteRange)
+		left.index = v.index
 		l.list[v.index] = left
 		l.wake()
-		time.AfterFunc(viewLimit, left.End)
 	}
 	l.mu.Unlock()
 	*v = View{}
+}
+
+// newLeftView returns a View that nobody will end but a timer, and for which changes do not wait.
+func (u *Unit) newLeftView(r byteRange) *View {
+	v := &View{unit: u, byteRange: r, lagged: time.Now()}
+	time.AfterFunc(viewLimit, v.End)
+	return v
+}
+
+// addLeft adds Views that began in another unit, whose store had the same data.
+func (u *Unit) addLeft(views []byteRange) {
+	if u.splicer == nil {
+		return
+	}
+	l := &u.views
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, r := range views {
+		v := u.newLeftView(r)
+		v.index = len(l.list)
+		l.list = append(l.list, v)
+		u.ranges.addViews(stripesOf(r.pos, r.n), 1)
+	}
+}
+
+// ranges returns those of all Views.
+func (l *viewList) ranges() []byteRange {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	list := make([]byteRange, 0, len(l.list))
+	for _, v := range l.list {
+		list = append(list, v.byteRange)
+	}
+	return list
 }
 
 // remove takes v from the list.
@@ -196,12 +230,12 @@ func (u *Unit) announce(c *Command, pos, n int64, whole bool) (announcement, err
 	if !u.ranges.viewed(a.stripes) {
 		return a, nil
 	}
-	return a, u.awaitViews(c, byteRange{pos, n}, whole || c.Ordered)
+	return a, u.awaitViews(byteRange{pos, n}, whole || c.Ordered, c.aborted, func(left byteRange) error { return u.freezeFor(c, left) })
 }
 
-// awaitViews does what announce says, for a change that is announced. strict: a View must not show the change. Otherwise it may, if the store cannot
-// get the data to other pages: a READ may have what its blocks had at any time until its end.
-func (u *Unit) awaitViews(c *Command, r byteRange, strict bool) error {
+// awaitViews does what announce says, for a change that is announced. strict: a View must not show the change. Otherwise it may, if freeze, which makes
+// the store get the data to other pages, fails: a READ may have what its blocks had at any time until its end.
+func (u *Unit) awaitViews(r byteRange, strict bool, aborted func() bool, freeze func(byteRange) error) error {
 	begin := time.Now()
 	for {
 		late := time.Since(begin) >= u.opt.ViewWait
@@ -214,7 +248,7 @@ func (u *Unit) awaitViews(c *Command, r byteRange, strict bool) error {
 			}
 		}
 		switch {
-		case c.aborted():
+		case aborted():
 			return errAborted
 		case ended != nil:
 			again := time.NewTimer(viewPress)
@@ -226,7 +260,7 @@ func (u *Unit) awaitViews(c *Command, r byteRange, strict bool) error {
 		case left.n == 0:
 			return nil
 		default:
-			err := u.freeze(c, left)
+			err := freeze(left)
 			switch {
 			case err == nil:
 			case !storeFailed(err):
@@ -240,12 +274,10 @@ func (u *Unit) awaitViews(c *Command, r byteRange, strict bool) error {
 	}
 }
 
-// freeze makes the store get the data of a View to other pages, and ends the View.
-func (u *Unit) freeze(c *Command, r byteRange) error {
-	begin := r.pos / backend.FreezeAlign * backend.FreezeAlign
-	r = byteRange{begin, (r.end() - begin + backend.FreezeAlign - 1) / backend.FreezeAlign * backend.FreezeAlign}
-	n := min(r.n, u.Size()-begin)
-	if err := u.enter(c, heavyStep(2*n)); err != nil {
+// freezeFor makes the store get the data of a View to other pages, so that c can change it, and ends the View.
+func (u *Unit) freezeFor(c *Command, r byteRange) error {
+	r = toFreeze(r)
+	if err := u.enter(c, heavyStep(2*r.n)); err != nil {
 		return err
 	}
 	defer u.leave(c)
@@ -253,11 +285,36 @@ func (u *Unit) freeze(c *Command, r byteRange) error {
 	if err := u.barredTo(c); err != nil {
 		return err
 	}
-	if err := u.storeFreeze(r.pos, n); err != nil {
+	return u.freeze(r)
+}
+
+// toFreeze returns what the store gets to other pages with r, whose end may be behind that of the store.
+func toFreeze(r byteRange) byteRange {
+	begin := r.pos / backend.FreezeAlign * backend.FreezeAlign
+	return byteRange{begin, (r.end() - begin + backend.FreezeAlign - 1) / backend.FreezeAlign * backend.FreezeAlign}
+}
+
+// freeze makes the store get the data of a range to other pages, and ends its Views.
+//
+// Preconditions: the caller has entered the gate, nobody else reads or changes the range, and toFreeze has returned it.
+func (u *Unit) freeze(r byteRange) error {
+	if err := u.storeFreeze(r.pos, min(r.n, u.Size()-r.pos)); err != nil {
 		return err
 	}
 	u.views.frozen(r)
 	return nil
+}
+
+// sanitizeViews waits until no View shows what a sanitize, which keeps others from the medium, does.
+func (u *Unit) sanitizeViews() {
+	whole := byteRange{0, u.Size()}
+	if !u.ranges.viewed(allStripes) {
+		return
+	}
+	_ = u.awaitViews(whole, false, u.sanitizer.stop.Load, func(left byteRange) error {
+		r := toFreeze(left)
+		return u.inSanitize(heavyStep(2*r.n), func() error { return u.freeze(r) })
+	})
 }
 
 // Refers reports whether Refer can have a part of the data-in of c.

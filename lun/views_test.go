@@ -262,6 +262,79 @@ func TestAbandonedView(t *testing.T) {
 	}
 }
 
+// What is on its way to an initiator is known to the unit that continues with the store: after an upgrade, and after the store was closed and opened again.
+func TestViewsOfThePredecessor(t *testing.T) {
+	for name, follow := range map[string]func(old, next *Unit) error{
+		"upgrade": func(old, next *Unit) error { return next.Restore(throughJSON(t, old.State())) },
+		"reopened": func(old, next *Unit) error {
+			absent, err := NewAbsent(512, Options{Identity: old.Identity()})
+			if err != nil {
+				return err
+			}
+			absent.InheritFrom(old)
+			next.InheritFrom(absent)
+			return nil
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			old, r := newRig(t, setup{size: 4 << 20}), newRig(t, setup{size: 4 << 20})
+			old.splices()
+			s, viewer := r.splices(), &fakeViewer{}
+			v := refer(t, old.nexus, 300, 8, testkit.NewPipe(t), viewer)
+			w := refer(t, old.nexus, 5000, 8, testkit.NewPipe(t), viewer)
+			if err := follow(old.unit, r.unit); err != nil {
+				t.Fatal(err)
+			}
+			v.End()
+			w.Abandon()
+			if len(r.unit.views.list) != 2 {
+				t.Fatalf("%d Views", len(r.unit.views.list))
+			}
+			wantGood(t, "WRITE", do(r.nexus, new(Command), [8]byte{}, extentCDB(0x8a, 0, 307, 2), pattern(1024, 1), all))
+			if len(s.frozen) != 1 || viewer.presses.Load() != 0 {
+				t.Errorf("%d ranges are frozen, and the connection was asked %d times", len(s.frozen), viewer.presses.Load())
+			}
+			if len(r.unit.views.list) != 1 {
+				t.Fatalf("%d Views are left", len(r.unit.views.list))
+			}
+			r.unit.views.list[0].End() // what the timer does
+			if r.unit.ranges.viewed(allStripes) {
+				t.Error("a View stays")
+			}
+		})
+	}
+	memory := newRig(t, setup{})
+	st := memory.unit.State()
+	st.Views = [][2]int64{{0, 512}}
+	if err := memory.unit.Restore(st); err != nil || len(memory.unit.views.list) != 0 {
+		t.Errorf("a store without Views: %v, %d Views", err, len(memory.unit.views.list))
+	}
+}
+
+// A SANITIZE waits for the acknowledgment of READs, and they do not show it.
+func TestSanitizeWaitsForViews(t *testing.T) {
+	r := newRig(t, sanitizable)
+	s, viewer := r.splices(), &fakeViewer{}
+	v := refer(t, r.nexus, 300, 8, testkit.NewPipe(t), viewer)
+	erased := func() bool { return r.unit.sanitizer.progress.Load() > 0 || !r.unit.isSanitizing() }
+	s.freeze = func(byteRange) error {
+		if erased() {
+			t.Error("the SANITIZE has begun to erase")
+		}
+		return nil
+	}
+	wantGood(t, "SANITIZE", do(r.nexus, new(Command), [8]byte{}, "48 82 00 00 00 00 00 00 00 00", nil, all))
+	testkit.Eventually(t, "the question", func() bool { return viewer.presses.Load() > 0 })
+	testkit.Eventually(t, "the end", func() bool { return !r.unit.isSanitizing() })
+	if len(s.frozen) != 1 || viewer.lags.Load() != 1 || !v.gone {
+		t.Errorf("%d ranges are frozen, %d times too slow", len(s.frozen), viewer.lags.Load())
+	}
+	v = refer(t, r.nexus, 300, 8, testkit.NewPipe(t), &fakeViewer{})
+	s.freeze = func(byteRange) error { return errors.New("not now") }
+	wantGood(t, "SANITIZE", do(r.nexus, new(Command), [8]byte{}, "48 02 00 00 00 00 00 00 00 00", nil, all))
+	v.End()
+}
+
 // A READ by a View meets what others meet: errors of the store, which are not data; a store that cannot splice, of which it copies.
 func TestReferFails(t *testing.T) {
 	r := newRig(t, setup{size: 4 << 20})
