@@ -362,7 +362,7 @@ func (m *Memory) write(p []byte, off int64, in int) error {
 		s.page = pages.get(len(p) == memoryPage)
 	}
 	s.own(m, len(p) == memoryPage)
-	copy(s.page[in:], p)
+	stream(s.page[in:in+len(p)], p)
 	s.changed = true
 	return nil
 }
