@@ -232,28 +232,6 @@ func (t *Task) pipedBuffer(n int) *Buffer {
 	return b
 }
 
-// Press implements lun.Viewer by a NOP-In, which the initiator answers. It sends no other one before there is a word from the initiator.
-func (c *conn) Press() {
-	last := c.pressed.Load()
-	if last >= c.heard.Load() || !c.pressed.CompareAndSwap(last, int64(clock())) {
-		return
-	}
-	c.start(func() {
-		if !c.sendNOPIn(true) {
-			c.pressed.Store(0)
-		}
-	})
-}
-
-// Lag implements lun.Viewer: data for the initiator is copied for a while.
-func (c *conn) Lag() { c.lagged.Store(int64(clock() + slowFor)) }
-
-// lags reports whether Lag was called not long ago.
-func (c *conn) lags() bool {
-	until := c.lagged.Load()
-	return until != 0 && int64(clock()) < until
-}
-
 // read moves data-in to the initiator piece by piece. The last piece leaves together with the
 // response.
 func (t *Task) read() {

@@ -82,7 +82,7 @@ type conn struct {
 	lent     LentMover    // the mover; nil: it is none
 	piped    PipeMover    // the mover; nil: it is none
 	pressed  atomic.Int64 // when Press asked the initiator last, by clock
-	lagged   atomic.Int64 // until when data is copied, by clock; 0: never
+	lagged   atomic.Int64 // until when data is copied, by clock; 0: it is not
 	brevity  brevity
 
 	waiting atomic.Int32   // goroutines that want the baton

@@ -452,6 +452,7 @@ func (l *login) enterFullFeature() error {
 	if refusal := c.node.establish(c, l.key, &l.first, l.target); refusal != nil {
 		return refusal
 	}
+	c.lagged.Store(int64(c.node.laggards.find(l.key.initiator)))
 	if joined := c.serveOptions.Joined; joined != nil {
 		joined(c.sess.tsih, p.Discovery)
 	}

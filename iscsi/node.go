@@ -183,8 +183,9 @@ type Node struct {
 	stats    counters
 	logins   loginCounts
 
-	slow    slowCommands
-	lookout lookout
+	slow     slowCommands
+	lookout  lookout
+	laggards laggards
 
 	challenges sync.Map // CHAP challenges, as strings, of the logins in progress
 

@@ -137,7 +137,7 @@ func TestSentDataDoesNotChange(t *testing.T) {
 }
 
 // Data of a file that has left does not change, either, until the initiator has it: a WRITE of the same blocks asks the initiator for the acknowledgment, and
-// waits for it for a while. From one that does not answer, the WRITE takes the pages away, and it gets copies for a while.
+// waits for it for a while. From one that does not answer, the WRITE takes the pages away, and it gets copies for a while, on its next connection, too.
 func TestSentFileDataDoesNotChange(t *testing.T) {
 	for name, answers := range map[string]bool{"the initiator answers": true, "it is silent": false} {
 		t.Run(name, func(t *testing.T) {
@@ -188,10 +188,16 @@ func TestSentFileDataDoesNotChange(t *testing.T) {
 			if got := reader.read(at, size/blockLen, 262144); !bytes.Equal(got, bytes.Repeat([]byte{'b'}, size)) {
 				t.Error("the next READ does not have the new data")
 			}
-			testkit.Eventually(t, "the data has left", func() bool {
+			held := func() bool {
 				s := tg.node.Stats()
 				return s.TasksInFlight == 0 && s.BufferOctets == 0 && c.holds.Len() == 1 == answers
-			})
+			}
+			testkit.Eventually(t, "the data has left", held)
+			first.Store(nil)
+			again := tg.login(t, keys...)
+			c = first.Load()
+			again.read(at, size/blockLen, 262144)
+			testkit.Eventually(t, "the data has left by its next connection", held)
 		})
 	}
 }
