@@ -27,7 +27,9 @@ type stripe struct {
 	sync.RWMutex
 	views   atomic.Int32 // that have begun and not ended
 	changes atomic.Int32 // that are announced
-	_       [32]byte
+	waited  atomic.Int64 // when a change last had to wait for a View, by viewClock
+	copied  atomic.Int64 // until when no View begins, by viewClock; 0: they do
+	_       [16]byte
 }
 
 // A stripeSet is a set of stripes, by number.

@@ -24,7 +24,16 @@ const (
 	// viewLimit is how long a View stays that nobody will end, and how long commands end with BUSY that no READ may show in part, or
 	// out of their order, if the store cannot get the data to other pages.
 	viewLimit = 10 * time.Second
+	// Where changes wait for Views again within viewNear, READs copy for viewRest: blocks that initiators read and write all the time.
+	viewNear = 10 * time.Millisecond
+	viewRest = 100 * time.Millisecond
 )
+
+// viewEpoch is when viewClock was 0.
+var viewEpoch = time.Now()
+
+// viewClock returns the time in ns.
+func viewClock() int64 { return int64(time.Since(viewEpoch)) }
 
 // A Viewer is a connection with Views.
 type Viewer interface {
@@ -236,7 +245,7 @@ func (u *Unit) announce(c *Command, pos, n int64, whole bool) (announcement, err
 // awaitViews does what announce says, for a change that is announced. strict: a View must not show the change. Otherwise it may, if freeze, which makes
 // the store get the data to other pages, fails: a READ may have what its blocks had at any time until its end.
 func (u *Unit) awaitViews(r byteRange, strict bool, aborted func() bool, freeze func(byteRange) error) error {
-	begin := time.Now()
+	begin, waits := time.Now(), false
 	for {
 		late := time.Since(begin) >= u.opt.ViewWait
 		viewers, left, lag, ended := u.views.look(r, late)
@@ -251,6 +260,10 @@ func (u *Unit) awaitViews(r byteRange, strict bool, aborted func() bool, freeze 
 		case aborted():
 			return errAborted
 		case ended != nil:
+			if !waits {
+				waits = true
+				u.ranges.noteWait(stripesOf(r.pos, r.n))
+			}
 			again := time.NewTimer(viewPress)
 			select {
 			case <-ended:
@@ -317,9 +330,10 @@ func (u *Unit) sanitizeViews() {
 	})
 }
 
-// Refers reports whether Refer can have a part of the data-in of c.
+// Refers reports whether Refer can have a part of the data-in of c, and no change is likely to wait for that.
 func (n *Nexus) Refers(c *Command) bool {
-	return !c.failed && c.row.lends && !c.wire && c.unit.splicer != nil && c.unit.splicer.CanSplice()
+	u := c.unit
+	return !c.failed && c.row.lends && !c.wire && u.splicer != nil && u.splicer.CanSplice() && !u.ranges.rests(stripesOf(u.at(c, 0), int64(c.DataIn)))
 }
 
 // Refer does what Produce does, but without a copy: it fills a pipe, which has room for that, with the size bytes of data-in that start at off. They may change
@@ -371,6 +385,34 @@ func (l *rangeLocks) addChanges(s stripeSet, n int32) {
 	for ; s != 0; s &= s - 1 {
 		l[bits.TrailingZeros64(uint64(s))].changes.Add(n)
 	}
+}
+
+// noteWait notes that a change of stripes has to wait for Views.
+func (l *rangeLocks) noteWait(s stripeSet) {
+	now := viewClock()
+	for ; s != 0; s &= s - 1 {
+		stripe := &l[bits.TrailingZeros64(uint64(s))]
+		if stripe.views.Load() == 0 {
+			continue
+		}
+		if last := stripe.waited.Swap(now); last != 0 && now-last < int64(viewNear) {
+			stripe.copied.Store(now + int64(viewRest))
+		}
+	}
+}
+
+// rests reports whether READs of one of the stripes copy at present, because changes have waited for their Views.
+func (l *rangeLocks) rests(s stripeSet) bool {
+	for ; s != 0; s &= s - 1 {
+		stripe := &l[bits.TrailingZeros64(uint64(s))]
+		if until := stripe.copied.Load(); until != 0 {
+			if viewClock() < until {
+				return true
+			}
+			stripe.copied.CompareAndSwap(until, 0)
+		}
+	}
+	return false
 }
 
 // viewed reports whether one of the stripes may have a View.
