@@ -185,7 +185,7 @@ type Node struct {
 
 	slow     slowCommands
 	lookout  lookout
-	laggards laggards
+	laggards laggards // by Lag
 
 	challenges sync.Map // CHAP challenges, as strings, of the logins in progress
 

@@ -25,21 +25,19 @@ type orderedGate struct {
 	tasks atomic.Int32  // ORDERED commands that have a place
 	clock atomic.Uint64 // counts them; written with mu held
 
-	mu      sync.Mutex               // a leaf
-	changed sync.Cond                // on mu
-	moves   uint64                   // guarded by mu: how often something may have moved
-	ordered []*Task                  // guarded by mu: ORDERED commands that have a place
-	slow    map[string]time.Duration // guarded by mu: the initiators that stop nobody, until when
+	mu      sync.Mutex // before that of slow only
+	changed sync.Cond  // on mu
+	moves   uint64     // guarded by mu: how often something may have moved
+	ordered []*Task    // guarded by mu: ORDERED commands that have a place
+
+	slow laggards // stop nobody
 }
 
 func newOrderedGate() *orderedGate {
-	g := &orderedGate{slow: map[string]time.Duration{}}
+	g := &orderedGate{}
 	g.changed.L = &g.mu
 	return g
 }
-
-// slowFor is how long the commands of an initiator stop nobody after one of them lost its place.
-const slowFor = time.Minute
 
 // A holding says whether a command that has a place can lose it.
 const (
@@ -107,7 +105,7 @@ func (g *orderedGate) leaveOrdered(t *Task) {
 func (g *orderedGate) lose(u *Task) {
 	invariant.Held(&g.mu)
 	name := u.conn.sess.key.initiator
-	g.slow[name] = clock() + slowFor
+	g.slow.add(name)
 	u.conn.node.shared.OrderTimeout.Bite(name)
 	if u.isOrdered() {
 		g.leaveOrdered(u)
@@ -130,18 +128,6 @@ func (g *orderedGate) wake() {
 	defer g.mu.Unlock()
 	g.moves++
 	g.changed.Broadcast()
-}
-
-// isSlow reports whether the commands of an initiator stop nobody at present.
-//
-// Preconditions: g.mu is held.
-func (g *orderedGate) isSlow(initiator string) bool {
-	until, ok := g.slow[initiator]
-	if ok && clock() >= until {
-		delete(g.slow, initiator)
-		return false
-	}
-	return ok
 }
 
 // placedBefore reports whether u, of another session, has a place before that of t, if one of them
@@ -253,7 +239,7 @@ func (t *Task) isBlocked(g *orderedGate, late bool) (blocked bool) {
 	}
 	look := func(u *Task) {
 		s := u.conn.sess
-		if s == own || !u.isCommand() || !placedBefore(u, t) || !t.sameLUN(u) || g.isSlow(s.key.initiator) ||
+		if s == own || !u.isCommand() || !placedBefore(u, t) || !t.sameLUN(u) || g.slow.has(s.key.initiator) ||
 			s.nexus.ReadOnly(u.header().LUN()) { // it may not stop those that write
 			return
 		}

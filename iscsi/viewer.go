@@ -23,15 +23,15 @@ func (c *conn) Press() {
 func (c *conn) Lag() { c.lagged.Store(int64(c.node.laggards.add(c.sess.key.initiator))) }
 
 // lags reports whether Lag was called not long ago.
-func (c *conn) lags() bool {
-	until := c.lagged.Load()
-	return until != 0 && int64(clock()) < until
-}
+func (c *conn) lags() bool { return isAhead(time.Duration(c.lagged.Load())) }
 
-// laggards are the initiators that Lag was called for not long ago, by name.
+// slowFor is how long an initiator is among laggards.
+const slowFor = time.Minute
+
+// laggards are initiators that others had to wait for too long, by name. The zero value has none. Any goroutine may call its methods.
 type laggards struct {
-	mu    sync.Mutex
-	until map[string]time.Duration // by clock
+	mu    sync.Mutex               // a leaf
+	until map[string]time.Duration // by clock; guarded by mu
 }
 
 // add adds an initiator, and returns until when it stays.
@@ -47,9 +47,15 @@ func (l *laggards) add(initiator string) time.Duration {
 	return now + slowFor
 }
 
-// find returns until when an initiator stays, or a time in the past.
+// find returns until when an initiator stays; 0: it is not among them.
 func (l *laggards) find(initiator string) time.Duration {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.until[initiator]
 }
+
+// has reports whether an initiator is among them.
+func (l *laggards) has(initiator string) bool { return isAhead(l.find(initiator)) }
+
+// isAhead reports whether a time of laggards is in the future. It may be 0.
+func isAhead(until time.Duration) bool { return until != 0 && clock() < until }
