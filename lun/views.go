@@ -320,11 +320,10 @@ func (u *Unit) freeze(r byteRange) error {
 
 // sanitizeViews waits until no View shows what a sanitize, which keeps others from the medium, does.
 func (u *Unit) sanitizeViews() {
-	whole := byteRange{0, u.Size()}
 	if !u.ranges.viewed(allStripes) {
 		return
 	}
-	_ = u.awaitViews(whole, false, u.sanitizer.stop.Load, func(left byteRange) error {
+	_ = u.awaitViews(byteRange{0, u.Size()}, false, u.sanitizer.stop.Load, func(left byteRange) error {
 		r := toFreeze(left)
 		return u.inSanitize(heavyStep(2*r.n), func() error { return u.freeze(r) })
 	})
