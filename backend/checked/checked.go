@@ -33,7 +33,6 @@ package checked
 import (
 	"errors"
 	"fmt"
-	"hash/crc32"
 	"maps"
 	"slices"
 	"sync"
@@ -42,6 +41,7 @@ import (
 
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/backend/protection"
+	"github.com/iser-target/iser-target/rdma/crc32c"
 )
 
 const (
@@ -55,8 +55,6 @@ const (
 	maxBad     = 4096 // bad blocks that a Store remembers
 	maxBlock   = 4096
 )
-
-var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
 // A Store is a backend.Store with checksums.
 type Store struct {
@@ -116,7 +114,7 @@ func newStore(below backend.Store, side *sideFile, c Config) *Store {
 		wake: make(chan struct{}, 1), stop: make(chan struct{}), done: make(chan struct{}), idle: cleanAfter,
 	}
 	s.awaiting.Store(c.AwaitAppTags)
-	s.zero = crc32.Checksum(make([]byte, s.bs), castagnoli)
+	s.zero = crc32c.Checksum(make([]byte, s.bs))
 	s.size.Store(info.Size)
 	s.works.New = func() any { return new(work) }
 	s.intent.init(side.store, s.wakeKeeper)
@@ -201,7 +199,7 @@ func (s *Store) sum(block []byte, off int64) uint64 {
 	if s.typ != protection.None {
 		return stored(s.typ.Generate(block, uint64(off/s.bs), s.tags.Load()))
 	}
-	return uint64(crc32.Checksum(block, castagnoli) ^ s.zero)
+	return uint64(crc32c.Checksum(block) ^ s.zero)
 }
 
 // sumAt returns the offset in the side file of the checksum of the block at off.

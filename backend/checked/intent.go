@@ -4,11 +4,11 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"hash/crc32"
 	"sync"
 	"sync/atomic"
 
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/rdma/crc32c"
 )
 
 // The map of regions is a sequence of sectors of 512 bytes, which disks write entirely or not at all.
@@ -74,12 +74,12 @@ func (m *intent) grow(regions int64) {
 	m.sectors.Store(&list)
 }
 
-var zeroBits = crc32.Checksum(make([]byte, sectorLen-sumLen), castagnoli)
+var zeroBits = crc32c.Checksum(make([]byte, sectorLen-sumLen))
 
 // sectorSum returns the checksum of a sector of the map. That of zeros is 0; the number of the
 // sector is part of the others.
 func sectorSum(b *[sectorLen]byte, i int64) uint32 {
-	sum := crc32.Checksum(b[:sectorLen-sumLen], castagnoli) ^ zeroBits
+	sum := crc32c.Checksum(b[:sectorLen-sumLen]) ^ zeroBits
 	if sum != 0 {
 		sum ^= uint32(i+1) * 0x9e3779b1
 	}

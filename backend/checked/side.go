@@ -7,13 +7,13 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
-	"hash/crc32"
 	"io/fs"
 	"os"
 	"slices"
 
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/backend/protection"
+	"github.com/iser-target/iser-target/rdma/crc32c"
 )
 
 // The side file has a header, the map of regions, and the checksums. It is sparse.
@@ -115,7 +115,7 @@ func (h *header) encode() []byte {
 	binary.LittleEndian.PutUint32(b[12:], h.BlockSize)
 	copy(b[16:], h.ID[:])
 	binary.LittleEndian.PutUint64(b[32:], uint64(h.Size))
-	binary.LittleEndian.PutUint32(b[40:], crc32.Checksum(b[:40], castagnoli))
+	binary.LittleEndian.PutUint32(b[40:], crc32c.Checksum(b[:40]))
 	return b
 }
 
@@ -135,7 +135,7 @@ func (k *kind) decode(b []byte) (h header, err error) {
 			}
 		}
 		return h, fmt.Errorf("it is not a %s. It was not overwritten: move it away", k.file)
-	case h.Sum != crc32.Checksum(b[:headerLen-sumLen], castagnoli):
+	case h.Sum != crc32c.Checksum(b[:headerLen-sumLen]):
 		return h, fmt.Errorf("%w: the header. %s", errDamaged, k.remedy)
 	case h.Version != version:
 		return h, fmt.Errorf("it has version %d, and this program knows %d. Use the program that wrote it. Or: %s", h.Version, version, k.remedy)

@@ -5,7 +5,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"hash/crc32"
 	"io"
 	"net"
 	"strconv"
@@ -14,6 +13,7 @@ import (
 
 	"github.com/iser-target/iser-target/iscsi/keys"
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/rdma/crc32c"
 	"github.com/iser-target/iser-target/rdma/llp"
 )
 
@@ -27,8 +27,6 @@ const (
 )
 
 var zeros [4]byte
-
-var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
 // TCP is the Transport of iSCSI over plain TCP (RFC 7143).
 type TCP struct {
@@ -308,7 +306,7 @@ func (c *tcpCarrier) put(h pdu.BHS, data []byte) error {
 	}
 	g.Slab = append(g.Slab, h...)
 	if c.params.HeaderDigest {
-		g.Slab = binary.LittleEndian.AppendUint32(g.Slab, crc32.Checksum(h, castagnoli))
+		g.Slab = binary.LittleEndian.AppendUint32(g.Slab, crc32c.Checksum(h))
 	}
 	if len(data) == 0 {
 		return nil
@@ -321,7 +319,7 @@ func (c *tcpCarrier) put(h pdu.BHS, data []byte) error {
 	pad := zeros[:pdu.Padded(len(data))-len(data)]
 	g.Slab = append(g.Slab, pad...)
 	if c.params.DataDigest {
-		crc := crc32.Update(crc32.Checksum(data, castagnoli), castagnoli, pad)
+		crc := crc32c.Update(crc32c.Checksum(data), pad)
 		g.Slab = binary.LittleEndian.AppendUint32(g.Slab, crc)
 	}
 	return nil
@@ -380,7 +378,7 @@ func (c *tcpCarrier) receive(p *PDU) (bool, error) {
 		return false, fmt.Errorf("the target sent %d bytes of additional header segments, which no PDU of a target has", n)
 	}
 	if c.params.HeaderDigest {
-		if binary.LittleEndian.Uint32(c.win.Take(digestLen)) != crc32.Checksum(h, castagnoli) {
+		if binary.LittleEndian.Uint32(c.win.Take(digestLen)) != crc32c.Checksum(h) {
 			return false, errors.New("a header digest of the target is wrong")
 		}
 	}
@@ -446,7 +444,7 @@ func (c *tcpCarrier) body(to []byte, skip bool) error {
 	}
 	tail := c.win.Take(n)
 	if c.params.DataDigest {
-		crc := crc32.Update(crc32.Checksum(to, castagnoli), castagnoli, tail[:pad])
+		crc := crc32c.Update(crc32c.Checksum(to), tail[:pad])
 		if binary.LittleEndian.Uint32(tail[pad:]) != crc {
 			return errors.New("a data digest of the target is wrong")
 		}

@@ -3,12 +3,12 @@ package tcp
 import (
 	"encoding/binary"
 	"fmt"
-	"hash/crc32"
 
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/fifo"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/lun/invariant"
+	"github.com/iser-target/iser-target/rdma/crc32c"
 	"github.com/iser-target/iser-target/rdma/llp"
 )
 
@@ -17,10 +17,8 @@ const digestLen = 4
 // shareAtLeast is the number of bytes in a Data-In from which the kernel refers to data that a logical unit has lent. Less is cheaper to copy.
 const shareAtLeast = 32 << 10
 
-var castagnoli = crc32.MakeTable(crc32.Castagnoli)
-
 // updateDigest returns crc extended by p. A CRC32C starts as 0 (RFC 7143, section 13.1).
-func updateDigest(crc uint32, p []byte) uint32 { return crc32.Update(crc, castagnoli, p) }
+func updateDigest(crc uint32, p []byte) uint32 { return crc32c.Update(crc, p) }
 
 // An item is queued data or a PDU; it leaves as one or more PDUs. Data-In and R2T items
 // hold all they need, because their task may be over before they leave.

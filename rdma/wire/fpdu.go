@@ -2,7 +2,8 @@ package wire
 
 import (
 	"encoding/binary"
-	"hash/crc32"
+
+	"github.com/iser-target/iser-target/rdma/crc32c"
 )
 
 // FPDU sizes in bytes (RFC 5044, sections 3 and 4).
@@ -15,10 +16,8 @@ const (
 	MaxULPDU       = 64768
 )
 
-var castagnoli = crc32.MakeTable(crc32.Castagnoli)
-
 // UpdateCRC returns crc extended by p. A CRC32c starts as 0 (RFC 5044, section 4.4).
-func UpdateCRC(crc uint32, p []byte) uint32 { return crc32.Update(crc, castagnoli, p) }
+func UpdateCRC(crc uint32, p []byte) uint32 { return crc32c.Update(crc, p) }
 
 // AppendCRC appends the CRC field to b. MPA uses the byte order of iSCSI digests: least significant
 // byte first.

@@ -4,8 +4,9 @@ import (
 	"bytes"
 	"encoding/binary"
 	"fmt"
-	"hash/crc32"
 	"strings"
+
+	"github.com/iser-target/iser-target/rdma/crc32c"
 )
 
 // A Filter selects what of a session goes into the file. The zero Filter selects everything.
@@ -180,11 +181,9 @@ func (k *Capture) emptied(b []byte) []byte {
 	k.unit = append(k.unit[:0], b...)
 	binary.BigEndian.PutUint16(k.unit, uint16(len(b)-2))
 	k.unit = append(k.unit, "\x00\x00\x00"[:-len(b)&3]...)
-	k.unit = le.AppendUint32(k.unit, crc32.Checksum(k.unit, castagnoli))
+	k.unit = le.AppendUint32(k.unit, crc32c.Checksum(k.unit))
 	return k.unit
 }
-
-var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
 // emit writes a packet with the first bytes, b, of a segment of the stream.
 func (k *Capture) emit(f *flow, r *record, b []byte, segment int, comment *string) bool {

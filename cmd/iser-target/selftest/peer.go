@@ -7,7 +7,6 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
-	"hash/crc32"
 	"io"
 	"net"
 	"os"
@@ -19,10 +18,9 @@ import (
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/iser"
 	"github.com/iser-target/iser-target/iser/vectors"
+	"github.com/iser-target/iser-target/rdma/crc32c"
 	"github.com/iser-target/iser-target/rdma/wire"
 )
-
-var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
 // segmentLimit is the longest data segment or FPDU that a peer takes, in bytes.
 const segmentLimit = 1 << 20
@@ -261,14 +259,14 @@ func (p *peer) encode(h iser.Header, bhs pdu.BHS, data []byte) []byte {
 	}
 	b := slices.Clone([]byte(bhs))
 	if p.header {
-		b = binary.LittleEndian.AppendUint32(b, crc32.Checksum(bhs, castagnoli))
+		b = binary.LittleEndian.AppendUint32(b, crc32c.Checksum(bhs))
 	}
 	if len(data) == 0 {
 		return b
 	}
 	body := slices.Concat(data, pad)
 	if b = append(b, body...); p.data {
-		b = binary.LittleEndian.AppendUint32(b, crc32.Checksum(body, castagnoli))
+		b = binary.LittleEndian.AppendUint32(b, crc32c.Checksum(body))
 	}
 	return b
 }
@@ -321,7 +319,7 @@ func (p *peer) tryNext() (*message, error) {
 		if err != nil {
 			return nil, err
 		}
-		if binary.LittleEndian.Uint32(d) != crc32.Checksum(h, castagnoli) {
+		if binary.LittleEndian.Uint32(d) != crc32c.Checksum(h) {
 			p.t.failf("%v: wrong header digest", bhs.Opcode())
 		}
 	}
@@ -338,7 +336,7 @@ func (p *peer) tryNext() (*message, error) {
 		if err != nil {
 			return nil, err
 		}
-		if binary.LittleEndian.Uint32(d) != crc32.Checksum(data, castagnoli) {
+		if binary.LittleEndian.Uint32(d) != crc32c.Checksum(data) {
 			p.t.failf("%v: wrong data digest", bhs.Opcode())
 		}
 	}
