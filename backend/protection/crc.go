@@ -3,8 +3,11 @@ package protection
 // polynomial of the guard: x^16 + x^15 + x^11 + x^9 + x^8 + x^7 + x^5 + x^4 + x^2 + x + 1 (SBC-3, section 4.22.4).
 const polynomial = 0x8bb7
 
-// slices is how many bytes CRC takes at a time.
-const slices = 16
+// slices is how many bytes update takes at a time, and foldBlock how many fold does.
+const (
+	slices    = 16
+	foldBlock = 64
+)
 
 // tables[k][b] is the CRC of the byte b followed by k zeros.
 var tables = func() (t [slices][256]uint16) {
@@ -33,7 +36,18 @@ var tables = func() (t [slices][256]uint16) {
 //
 //go:norace
 func CRC(p []byte) uint16 {
-	crc := uint16(0)
+	if n := len(p) / foldBlock * foldBlock; folds && n > 0 {
+		var rest [slices]byte
+		fold(&p[0], n, &rest)
+		return update(update(0, rest[:]), p[n:])
+	}
+	return update(0, p)
+}
+
+// update returns crc extended by p.
+//
+//go:norace
+func update(crc uint16, p []byte) uint16 {
 	for t := &tables; len(p) >= slices; p = p[slices:] {
 		_ = p[slices-1]
 		crc = t[15][p[0]^byte(crc>>8)] ^ t[14][p[1]^byte(crc)] ^ t[13][p[2]] ^ t[12][p[3]] ^

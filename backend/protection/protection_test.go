@@ -43,12 +43,16 @@ func TestCRC(t *testing.T) {
 	}
 	r := rand.New(rand.NewPCG(1, 2))
 	for n := range 600 {
-		p := make([]byte, n)
+		p := make([]byte, n+n%16)[n%16:]
 		for i := range p {
 			p[i] = byte(r.Uint32())
 		}
-		if got, want := CRC(p), bitwise(p); got != want {
+		want := bitwise(p)
+		if got := CRC(p); got != want {
 			t.Fatalf("%d bytes: %#x, want %#x", n, got, want)
+		}
+		if got := update(0, p); got != want {
+			t.Fatalf("%d bytes by the tables: %#x, want %#x", n, got, want)
 		}
 	}
 }
