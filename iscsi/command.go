@@ -194,11 +194,10 @@ func (t *Task) runCommand() {
 const lendAtLeast = 32 << 10
 
 // lentBuffer returns a Buffer for the next n bytes of data-in, which the logical unit can lend, else nil. At an
-// ErrorRecoveryLevel above 0 data is kept, for which a copy takes less memory. Where data has a CRC, a copy brings it into the
-// cache of the processor, so that the CRC is cheaper.
+// ErrorRecoveryLevel above 0 data is kept, for which a copy takes less memory.
 func (t *Task) lentBuffer(n int) *Buffer {
 	c := t.conn
-	if n < lendAtLeast || c.params.ErrorRecoveryLevel > 0 || c.params.DataDigest || c.lent == nil || !c.lent.TakesLent() {
+	if n < lendAtLeast || c.params.ErrorRecoveryLevel > 0 || c.lent == nil || !c.lent.TakesLent() {
 		return nil
 	}
 	keeps := c.sess.nexus.Lends(&t.cmd, t.off, uint64(n))

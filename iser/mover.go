@@ -446,7 +446,7 @@ func (c *Conn) TakePipe(n, have int) iscsi.Pipe {
 	c.mu.Lock()
 	numbered := c.numbered
 	c.mu.Unlock()
-	if !numbered || !c.rc.RefersPages() {
+	if !numbered || !c.rc.TakesPipes() {
 		return nil
 	}
 	if p := llp.TakePipe(n, have); p != nil {

@@ -55,7 +55,7 @@ type WorkRequest struct {
 	// Pages permits the kernel to refer to Data of a Write instead of copying it, also after Done: until the peer has said by its own protocol that it
 	// has the message. Data must not change until then, and its memory must not be of the heap. See RefersPages.
 	Pages bool
-	// Pipe, if not nil, has the Piped bytes that follow Head in a Write, instead of Data. The kernel refers to them as with Pages.
+	// Pipe, if not nil, has the Piped bytes that follow Head in a Write, instead of Data. The kernel refers to them as with Pages. See TakesPipes.
 	Pipe  *llp.Pipe
 	Piped int
 
@@ -184,8 +184,11 @@ func (c *Conn) readPending(stag wire.STag) bool {
 	return false
 }
 
-// RefersPages reports whether WorkRequest.Pages saves time at present: FPDUs are long, and have neither Markers nor CRCs.
+// RefersPages reports whether WorkRequest.Pages saves time at present: FPDUs are long, and have no Markers.
 func (c *Conn) RefersPages() bool { return c.refers.Load() }
+
+// TakesPipes reports whether WorkRequest.Pipe is possible, and saves time at present: for a CRC, the target would have to read the data.
+func (c *Conn) TakesPipes() bool { return !c.crc && c.RefersPages() }
 
 // Flush sends what the queue holds, and waits until TCP has taken it. If another
 // goroutine is in Flush, that one sends everything and this call returns at once. A
@@ -352,7 +355,7 @@ func (c *Conn) send(batch list) error {
 	s := &c.tx
 	if s.flushes%remeasure == 0 {
 		s.mulpdu = c.mulpdu()
-		c.refers.Store(!c.crc && !c.markersOut && s.mulpdu >= pagesAtLeast && s.out.RefersPages())
+		c.refers.Store(!c.markersOut && s.mulpdu >= pagesAtLeast && s.out.RefersPages())
 	}
 	s.flushes++
 	for wr := batch.head; wr != nil; wr = wr.next {
@@ -493,7 +496,7 @@ func (c *Conn) trailer(hlen int, head []byte, p payload) error {
 	case p.pipe != nil:
 		out.ReferPipe(p.pipe, p.piped)
 	case !short:
-		if p.pages && len(data) >= pagesAtLeast && !c.crc && out.RefersPages() {
+		if p.pages && len(data) >= pagesAtLeast && out.RefersPages() {
 			out.ReferPages(data)
 		} else {
 			out.Refer(data)

@@ -58,7 +58,7 @@ type Conn struct {
 	flush    func()       // flushAside, allocated once
 	aside    sync.WaitGroup
 	borrow   func(n int) *iscsi.Buffer // of SetLender
-	refers   atomic.Bool               // the kernel may refer to pages, and that is cheaper than a copy
+	refers   atomic.Bool               // the kernel may refer to pages of files, and that is cheaper than a copy
 	deferred atomic.Bool               // Defer was called: Flush before Receive waits
 	inPlace  atomic.Int64              // bytes of the present Data-Out that are in place; written by Receive
 
@@ -218,7 +218,7 @@ func (c *Conn) EnterFullFeature(p iscsi.Params, tasks int) error {
 	}
 	c.tx.out.Keep()
 	c.maxSend.Store(int32(p.MaxRecvDataSegmentLength))
-	c.refers.Store(llp.RefersPages(c.nc))
+	c.refers.Store(!p.DataDigest && llp.RefersPages(c.nc))
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.digests, c.burst, c.recovers = d, p.MaxBurstLength, p.ErrorRecoveryLevel > 0
@@ -284,10 +284,10 @@ func (c *Conn) PutLent(it *iscsi.Task, off uint32, b *iscsi.Buffer) error {
 	return c.put(it, off, size, nil, b)
 }
 
-// TakesLent implements iscsi.LentMover. Without a data digest the kernel refers to the data, or copies it once, from where it lies.
+// TakesLent implements iscsi.LentMover. The kernel refers to the data, or copies it once, from where it lies.
 func (c *Conn) TakesLent() bool { return true }
 
-// TakePipe implements iscsi.PipeMover.
+// TakePipe implements iscsi.PipeMover. A data digest needs the data.
 func (c *Conn) TakePipe(n, have int) iscsi.Pipe {
 	if !c.refers.Load() || c.maxSend.Load() < shareAtLeast {
 		return nil

@@ -35,7 +35,7 @@ func (s *stoppedConn) Write(p []byte) (int, error) {
 
 // Data of a memory LUN leaves from where it lies in the LUN. A READ whose initiator is slow gets the data as it was when the target executed the
 // READ, although another initiator overwrites it meanwhile, and later READs get the new data. The writes do not
-// wait for the slow initiator. With data digests the data is copied, and nothing else differs.
+// wait for the slow initiator.
 func TestLentDataDoesNotChange(t *testing.T) {
 	for _, digests := range []bool{false, true} {
 		t.Run(fmt.Sprintf("digests=%t", digests), func(t *testing.T) {
@@ -88,7 +88,7 @@ func TestSentDataDoesNotChange(t *testing.T) {
 		ends bool // the target ends the connection
 	}{
 		{name: "in one PDU", keys: []string{"MaxRecvDataSegmentLength=262144"}},
-		{name: "in two PDUs with header digests", keys: []string{"HeaderDigest=CRC32C", "MaxRecvDataSegmentLength=40000"}},
+		{name: "in two PDUs with digests", keys: []string{"HeaderDigest=CRC32C", "DataDigest=CRC32C", "MaxRecvDataSegmentLength=40000"}},
 		{name: "at the end of the connection", keys: []string{"MaxRecvDataSegmentLength=262144"}, ends: true},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
@@ -198,6 +198,33 @@ func TestSentFileDataDoesNotChange(t *testing.T) {
 			c = first.Load()
 			again.read(at, size/blockLen, 262144)
 			testkit.Eventually(t, "the data has left by its next connection", held)
+		})
+	}
+}
+
+// Data of a file has no data digest unless the target reads it. So it is copied, and nothing is held.
+func TestFileDataWithDigests(t *testing.T) {
+	for _, digest := range []string{"None", "CRC32C"} {
+		t.Run(digest, func(t *testing.T) {
+			var first atomic.Pointer[Conn]
+			tg := startTarget(t, func(tg *target, _ *iscsi.Options) {
+				tg.lends, tg.made = "file", func(c *Conn) { first.CompareAndSwap(nil, c) }
+			})
+			reader := tg.login(t, "MaxRecvDataSegmentLength=262144", "DataDigest="+digest)
+			const size = 64 << 10
+			want := random(size)
+			reader.writeAll(0, want, 0, 262144, 262144)
+			if got := reader.read(0, size/blockLen, 262144); !bytes.Equal(got, want) {
+				t.Error("the READ has other data")
+			}
+			held := 1 // until the next command acknowledges it
+			if digest != "None" {
+				held = 0
+			}
+			testkit.Eventually(t, "the data has left", func() bool {
+				s := tg.node.Stats()
+				return s.TasksInFlight == 0 && s.BufferOctets == 0 && first.Load().holds.Len() == held
+			})
 		})
 	}
 }

@@ -336,7 +336,7 @@ func (c *Conn) startTrailer(h pdu.BHS, n int, d digests) {
 	}
 }
 
-// lentTrailer does what trailer does, for bytes off to end of the data of i, which is lent: whole words without a digest.
+// lentTrailer does what trailer does, for bytes off to end of the data of i, which is lent: whole words.
 func (c *Conn) lentTrailer(h pdu.BHS, i *item, off, end uint32) {
 	out := &c.tx.out
 	c.startTrailer(h, int(end-off), c.tx.digests)
@@ -344,11 +344,14 @@ func (c *Conn) lentTrailer(h pdu.BHS, i *item, off, end uint32) {
 		out.ReferPipe(p.(*llp.Pipe), int(end-off))
 		return
 	}
-	at := uint32(0)
+	at, crc := uint32(0), uint32(0)
 	for _, l := range i.buf.Lent() {
 		next := at + uint32(len(l.Data))
 		if from, to := max(off, at), min(end, next); from < to {
 			part := l.Data[from-at : to-at]
+			if c.tx.digests.data {
+				crc = updateDigest(crc, part)
+			}
 			if i.shared {
 				out.ReferPages(part)
 			} else {
@@ -356,6 +359,9 @@ func (c *Conn) lentTrailer(h pdu.BHS, i *item, off, end uint32) {
 			}
 		}
 		at = next
+	}
+	if c.tx.digests.data {
+		out.Slab = binary.LittleEndian.AppendUint32(out.Slab, crc)
 	}
 }
 
