@@ -20,7 +20,7 @@ const (
 	bootLimit   = 10 * time.Minute // the machine is emulated, and often busy
 	startLimit  = 5 * time.Minute
 	loginLimit  = 3 * time.Minute
-	guestMemory = 1536 // MiB: the files of three targets are on a tmpfs
+	guestMemory = 1536 // MiB: the files of three targets are on a tmpfs, and two more LUNs are in memory
 )
 
 // bringUp makes the initiator. Initiator and targets meet on the address of a device without a network behind it, because LIO serves iSER only in the first
@@ -60,12 +60,63 @@ echo tgt $(tgtd --version || echo not installed)
 // A guestTarget is a target in the virtual machine.
 type guestTarget struct {
 	name string
-	// start starts it, with its LUN in the file $FILE.
-	start string
+	// start starts it, with its LUN in the file $FILE, unless it is in memory.
+	start    string
+	inMemory bool
 	// port is the TCP port by transport: one for each, so that disk finds the session.
 	port map[string]string
 	// settings are what its documentation asks for in node records of iSER, beyond bringUp.
 	settings string
+}
+
+// The targets whose LUN is in memory.
+const (
+	oursInMemory = ours + "-memory"
+	lioInMemory  = "LIO-memory"
+)
+
+// oursInGuest returns this target, with its LUN in a file or in memory.
+func oursInGuest(name string, inMemory bool, tcp, iser string) guestTarget {
+	backend := "backend: file, path: $FILE"
+	if inMemory {
+		backend = "backend: memory"
+	}
+	return guestTarget{name: name, inMemory: inMemory, start: `
+cat >/run/` + name + `.yaml <<.
+portals: [{listen: "192.0.2.1:` + tcp + `"}, {listen: "192.0.2.1:` + iser + `"}]
+targets: [{name: "` + guestIQN + name + `", initiators: ["*"], luns: [{id: 0, ` + backend + `, size: ` + fmt.Sprint(guestSize) + `}]}]
+state_dir: /run/` + name + `.state
+control: {socket: /run/` + name + `.sock}
+.
+/run/share/iser-target serve --config /run/` + name + `.yaml </dev/null >/run/` + name + `.log 2>&1 &
+await grep -q msg=serving /run/` + name + `.log
+`, port: map[string]string{"TCP": tcp, "iSER": iser}, settings: "-n node.conn[0].iscsi.MaxXmitDataSegmentLength -v 65536"}
+}
+
+// lioInGuest returns LIO, with its LUN in a file or in memory.
+func lioInGuest(name string, inMemory bool, tcp, iser string) guestTarget {
+	plugin, control := "fileio", "fd_dev_name=$FILE,fd_dev_size=$(stat -c %s $FILE),fd_buffered_io=1"
+	if inMemory {
+		plugin, control = "rd_mcp", fmt.Sprint("rd_pages=", guestSize/4096)
+	}
+	return guestTarget{name: name, inMemory: inMemory, start: `
+modprobe -a target_core_mod target_core_file iscsi_target_mod ib_isert
+mountpoint -q /sys/kernel/config || mount -t configfs none /sys/kernel/config
+core=/sys/kernel/config/target/core/` + plugin + `_0/disk
+mkdir -p $core /sys/kernel/config/target/iscsi
+echo ` + control + ` >$core/control
+echo 1 >$core/enable
+tpg=/sys/kernel/config/target/iscsi/` + guestIQN + name + `/tpgt_1
+mkdir -p $tpg/lun/lun_0
+ln -s $core $tpg/lun/lun_0/disk
+echo 0 >$tpg/attrib/authentication
+echo 1 >$tpg/attrib/generate_node_acls
+echo 0 >$tpg/attrib/demo_mode_write_protect
+mkdir $tpg/np/192.0.2.1:` + tcp + `
+unshare --net bash -euc "ip link set lo up; ip addr add 192.0.2.1/32 dev lo; mkdir $tpg/np/192.0.2.1:` + iser + `"
+echo 1 >$tpg/np/192.0.2.1:` + iser + `/iser
+echo 1 >$tpg/enable
+`, port: map[string]string{"TCP": tcp, "iSER": iser}} // its I/O fails with longer segments
 }
 
 // ifaces are the interfaces of open-iscsi.
@@ -74,41 +125,17 @@ var ifaces = map[string]string{"TCP": "default", "iSER": "iser"}
 // guestTargets are those of the report. LIO and tgt listen for iSER on the port on which they listen for iSCSI. With iWARP that is one port of TCP, so the two
 // conflict: LIO gets the TCP portal of that port in a network namespace of its own, and tgt is measured over TCP only.
 var guestTargets = []guestTarget{
-	{ours, `
-cat >/run/ours.yaml <<.
-portals: [{listen: "192.0.2.1:3260"}, {listen: "192.0.2.1:3264"}]
-targets: [{name: "` + guestIQN + ours + `", initiators: ["*"], luns: [{id: 0, backend: file, path: $FILE, size: 64MiB}]}]
-state_dir: /run/ours.state
-control: {socket: /run/ours.sock}
-.
-/run/share/iser-target serve --config /run/ours.yaml </dev/null >/run/ours.log 2>&1 &
-await grep -q msg=serving /run/ours.log
-`, map[string]string{"TCP": "3260", "iSER": "3264"}, "-n node.conn[0].iscsi.MaxXmitDataSegmentLength -v 65536"},
-	{"LIO", `
-modprobe -a target_core_mod target_core_file iscsi_target_mod ib_isert
-mount -t configfs none /sys/kernel/config
-core=/sys/kernel/config/target/core/fileio_0/disk
-mkdir -p $core /sys/kernel/config/target/iscsi
-echo fd_dev_name=$FILE,fd_dev_size=$(stat -c %s $FILE),fd_buffered_io=1 >$core/control
-echo 1 >$core/enable
-tpg=/sys/kernel/config/target/iscsi/` + guestIQN + `LIO/tpgt_1
-mkdir -p $tpg/lun/lun_0
-ln -s $core $tpg/lun/lun_0/disk
-echo 0 >$tpg/attrib/authentication
-echo 1 >$tpg/attrib/generate_node_acls
-echo 0 >$tpg/attrib/demo_mode_write_protect
-mkdir $tpg/np/192.0.2.1:3261
-unshare --net bash -euc "ip link set lo up; ip addr add 192.0.2.1/32 dev lo; mkdir $tpg/np/192.0.2.1:3262"
-echo 1 >$tpg/np/192.0.2.1:3262/iser
-echo 1 >$tpg/enable
-`, map[string]string{"TCP": "3261", "iSER": "3262"}, ""}, // its I/O fails with longer segments
-	{"tgt", `
+	oursInGuest(ours, false, "3260", "3264"),
+	lioInGuest("LIO", false, "3261", "3262"),
+	{name: "tgt", start: `
 tgtd -f --iscsi portal=192.0.2.1:3263 </dev/null >/run/tgt.log 2>&1 &
 await tgtadm --op show --mode system
 tgtadm --lld iscsi --op new --mode target --tid 1 -T ` + guestIQN + `tgt
 tgtadm --lld iscsi --op new --mode logicalunit --tid 1 --lun 1 -b $FILE
 tgtadm --lld iscsi --op bind --mode target --tid 1 -I ALL
-`, map[string]string{"TCP": "3263"}, ""},
+`, port: map[string]string{"TCP": "3263"}},
+	oursInGuest(oursInMemory, true, "3265", "3266"),
+	lioInGuest(lioInMemory, true, "3267", "3268"),
 }
 
 const guestIQN = "iqn.2026-11.io.example:"
@@ -210,11 +237,11 @@ func measureGuest(ctx context.Context, o *options, jobs fio.Jobs, columns []colu
 	return t, facts, nil
 }
 
-// guestColumns returns a column for each target and transport.
+// guestColumns returns a column for each transport of the targets with a LUN in a file.
 func guestColumns() (list []column) {
 	for _, transport := range []string{"TCP", "iSER"} {
 		for _, target := range guestTargets {
-			if target.port[transport] != "" {
+			if target.port[transport] != "" && !target.inMemory {
 				list = append(list, column{target.name, transport})
 			}
 		}
@@ -234,7 +261,7 @@ func (g *guest) files(o *options, jobs fio.Jobs) error {
 		os.WriteFile(filepath.Join(g.vm.Files(), "fill"), randomBytes(guestSize), 0o644))
 }
 
-// start starts a target and logs in to it over each of its transports. reasons has an error for each column that cannot be measured.
+// start starts a target, logs in to it over each of its transports, and fills a LUN in memory. reasons has an error for each column that cannot be measured.
 func (g *guest) start(target guestTarget, reasons map[column]error) {
 	g.progress("starting %s", target.name)
 	_, err := g.run("FILE=/run/"+target.name+".img\ncp /run/share/fill $FILE\n"+target.start, startLimit)
@@ -259,6 +286,11 @@ func (g *guest) start(target guestTarget, reasons map[column]error) {
 			continue
 		}
 		g.disks[c] = strings.TrimSpace(out)
+		if target.inMemory {
+			if _, err := g.run("dd if=/run/share/fill of="+g.disks[c]+" bs=1M oflag=direct", startLimit); err != nil {
+				reasons[c] = fmt.Errorf("filling the LUN: %w", err)
+			}
+		}
 	}
 }
 

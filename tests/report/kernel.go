@@ -37,20 +37,29 @@ func kernelFio(runtime, ramp time.Duration) fio.Jobs {
 
 // kernelFigures compares iSER with LIO over iSER and with TCP, for the Linux initiator in the virtual machine.
 func kernelFigures(ctx context.Context, o *options, _ string) (list []figure, err error) {
-	iser, tcp, lio := column{ours, "iSER"}, column{ours, "TCP"}, column{"LIO", "iSER"}
-	t, _, err := measureGuest(ctx, o, kernelFio(o.runtime, o.ramp), []column{iser, tcp, lio})
+	var columns []column
+	for _, target := range []string{ours, oursInMemory} {
+		columns = append(columns, column{target, "iSER"}, column{target, "TCP"})
+	}
+	t, _, err := measureGuest(ctx, o, kernelFio(o.runtime, o.ramp), append(columns, column{"LIO", "iSER"}, column{lioInMemory, "iSER"}))
 	if err != nil {
 		return nil, err
 	}
-	for _, other := range []column{lio, tcp} {
+	for _, pair := range []struct {
+		of, than column
+		lun      string
+	}{
+		{columns[0], column{"LIO", "iSER"}, "file LUN"}, {columns[2], column{lioInMemory, "iSER"}, "memory LUN"},
+		{columns[0], columns[1], "file LUN"}, {columns[2], columns[3], "memory LUN"},
+	} {
 		for i, j := range kernelJobs {
 			bound := j.lio
-			if other == tcp {
+			if pair.than.Transport == "TCP" {
 				bound = j.tcp
 			}
 			if bound > 0 {
-				f := t.compare(t.jobs[i], iser, other, false, bound)
-				f.work, f.than = j.name+", ib_iser", other.String()
+				f := t.compare(t.jobs[i], pair.of, pair.than, false, bound)
+				f.work, f.than = j.name+", ib_iser, "+pair.lun, pair.than.String()
 				list = append(list, f)
 			}
 		}
