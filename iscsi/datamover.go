@@ -168,8 +168,8 @@ type Impatient interface {
 // A Borrower is a Datamover that receives long data segments in Buffers.
 type Borrower interface {
 	// SetLender sets, before Receive is called, what lends a Buffer for n bytes. That returns nil if
-	// memory is short. Then the Datamover discards the data and returns a Notice whose Reject is
-	// pdu.RejectOutOfResources.
+	// memory is short. Then a Datamover without memory of its own discards the data and returns a Notice whose
+	// Reject is pdu.RejectOutOfResources.
 	SetLender(lend func(n int) *Buffer)
 }
 

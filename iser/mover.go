@@ -74,11 +74,14 @@ type Conn struct {
 	ev          rdma.Event
 	hdr         Header // of the PDU that Receive returned last
 	bhs         pdu.BHS
-	err         error // why the connection has ended
-	peerStarted bool  // a message has come in this phase
-	hello       bool  // a Hello has come
-	needsHello  bool  // a Hello must be the next message
-	noHello     bool  // a Hello must not come
+	err         error                     // why the connection has ended
+	peerStarted bool                      // a message has come in this phase
+	hello       bool                      // a Hello has come
+	needsHello  bool                      // a Hello must be the next message
+	noHello     bool                      // a Hello must not come
+	borrow      func(n int) *iscsi.Buffer // of SetLender; nil: nothing lends
+	coming      *iscsi.Buffer             // for the data segment of the Send that is coming
+	came        *iscsi.Buffer             // with the data segment of the PDU that Receive returned last
 
 	mu          sync.Mutex
 	ord         int // RDMA Reads that may be outstanding
@@ -103,6 +106,7 @@ var (
 	_ iscsi.Sizer      = (*Conn)(nil)
 	_ iscsi.Impatient  = (*Conn)(nil)
 	_ iscsi.Resumable  = (*Conn)(nil)
+	_ iscsi.Borrower   = (*Conn)(nil)
 	_ iscsi.LentMover  = (*Conn)(nil)
 	_ iscsi.PipeMover  = (*Conn)(nil)
 )
@@ -220,6 +224,7 @@ func (c *Conn) answer(r *rdma.Request) rdma.Answer {
 // start gives c its stream in RDMA mode.
 func (c *Conn) start(rc *rdma.Conn) {
 	c.rc, c.ord, c.flush = rc, rc.ORD(), rc.Flush
+	rc.SetSink(headLen, c.memoryFor)
 	if c.fullFeature.Load() {
 		rc.SetMaxSend(maxSend(c.recvSegment))
 		rc.Grow()
@@ -621,8 +626,36 @@ func (t *task) WorkDone(*rdma.WorkRequest, error) {
 	t.t.Sent()
 }
 
+// SetLender implements iscsi.Borrower. Without a Buffer the data stays in memory of the stream.
+func (c *Conn) SetLender(lend func(n int) *iscsi.Buffer) { c.borrow = lend }
+
+// memoryFor returns memory for the immediate data of a Send that begins with head, or nil.
+func (c *Conn) memoryFor(head []byte) []byte {
+	bhs := pdu.BHS(head[HeaderLen:])
+	n := bhs.DataSegmentLength()
+	if c.err != nil || c.borrow == nil || !c.fullFeature.Load() || bhs.Opcode() != pdu.SCSICommand || bhs.TotalAHSLength() > 0 || n == 0 || n > c.recvSegment {
+		return nil
+	}
+	if c.coming = c.borrow(pdu.Padded(n)); c.coming == nil {
+		return nil
+	}
+	return c.coming.Bytes()[:pdu.Padded(n)]
+}
+
+// giveBack releases b, unless it is nil.
+func giveBack(b **iscsi.Buffer) {
+	if *b != nil {
+		(*b).Release()
+		*b = nil
+	}
+}
+
 // Receive implements iscsi.Datamover.
 func (c *Conn) Receive(n *iscsi.Notice) error {
+	giveBack(&c.came)
+	if c.err != nil {
+		giveBack(&c.coming)
+	}
 	for c.err == nil {
 		err, ok := c.rc.Receive(&c.ev), false
 		switch {
@@ -664,7 +697,11 @@ func isTimeout(err error) bool {
 
 // message handles a Send. ok says that n describes a PDU.
 func (c *Conn) message(n *iscsi.Notice) (ok bool, err error) {
-	b := c.ev.Data
+	b, rest, size := c.ev.Head, c.ev.Data, len(c.ev.Head)+len(c.ev.Data)
+	if b == nil {
+		b, rest = c.ev.Data, c.ev.Data[min(size, headLen):]
+	}
+	c.came, c.coming = c.coming, nil
 	first := !c.peerStarted
 	c.peerStarted = true
 	h, hello, err := ParseHeader(b)
@@ -680,16 +717,15 @@ func (c *Conn) message(n *iscsi.Notice) (ok bool, err error) {
 		return false, c.helloReply(parseHello(b))
 	case c.needsHello:
 		return false, &FormatError{errors.New("no iSER Hello came although iSERHelloRequired=Yes")}
-	case len(b) < headLen:
-		return false, &FormatError{fmt.Errorf("iSCSI PDU of %d bytes", len(b)-HeaderLen)}
+	case size < headLen:
+		return false, &FormatError{fmt.Errorf("iSCSI PDU of %d bytes", size-HeaderLen)}
 	}
 	bhs := pdu.BHS(b[HeaderLen:headLen:headLen])
-	rest := b[headLen:]
 	ahs, data := bhs.TotalAHSLength(), bhs.DataSegmentLength()
 	// Login and Text PDUs of Linux are padded, immediate data is not.
 	if extra := len(rest) - ahs - data; extra < 0 || extra > pdu.Padded(data)-data {
 		return false, &FormatError{fmt.Errorf("%v of %d bytes announces %d of AHS and %d of data", bhs.Opcode(),
-			len(b)-HeaderLen, ahs, data)}
+			size-HeaderLen, ahs, data)}
 	}
 	if data > c.recvSegment {
 		return false, &FormatError{fmt.Errorf("%v: data segment of %d bytes, but the limit is %d", bhs.Opcode(), data,
@@ -700,6 +736,9 @@ func (c *Conn) message(n *iscsi.Notice) (ok bool, err error) {
 	}
 	c.hdr, c.bhs = h, bhs
 	*n = iscsi.Notice{BHS: bhs, AHS: rest[:ahs:ahs], Data: rest[ahs:][:data:data]}
+	if c.ev.Head != nil {
+		n.Buffer = c.came
+	}
 	return true, nil
 }
 

@@ -182,6 +182,13 @@ func (c *Conn) Missing() int { return c.rx.win.Missing() }
 // SetMaxSend changes how long a Send of the peer may be, in bytes. The goroutine that calls Receive calls it, between two Sends.
 func (c *Conn) SetMaxSend(n int) { c.rx.maxSend = n }
 
+// SetSink makes Sends that do not stay in the window of the stream go to memory of the ULP: their first bytes, as many as head says, to Event.Head, and the
+// others to what sink returns for those. That is too little, or nil, if the Send shall go to memory of the stream, as shorter ones do. The stream writes to
+// the memory until it returns the Send. Receive calls sink. SetSink is called before Receive.
+func (c *Conn) SetSink(head int, sink func(head []byte) []byte) {
+	c.rx.head, c.rx.sink = make([]byte, head), sink
+}
+
 // Size returns how many bytes the buffers of the stream can have after SetMaxSend(maxSend): window, queue, a Send in several
 // segments, and with Markers two FPDUs.
 func (c *Conn) Size(maxSend int) int {

@@ -3,6 +3,7 @@ package rdma
 import (
 	"bytes"
 	"encoding/binary"
+	"encoding/hex"
 	"fmt"
 	"io"
 	"math/rand/v2"
@@ -233,18 +234,43 @@ func traffic(rng *rand.Rand, n int, markers bool) (stream []byte, sends [][]byte
 	return stream, sends, memory
 }
 
-// drinkUp receives stream in pieces and compares the result with sends and memory.
+// drinkUp receives stream in pieces, once to memory of the stream and once to that of a sink, and compares the result with sends and memory.
 func drinkUp(t testing.TB, stream []byte, sends [][]byte, memory []byte, markers int, chunk func() int) {
+	t.Helper()
+	drinkTo(t, false, stream, sends, memory, markers, chunk)
+	drinkTo(t, true, stream, sends, memory, markers, chunk)
+}
+
+// drinkTo does what drinkUp does, to one of the two.
+func drinkTo(t testing.TB, sinks bool, stream []byte, sends [][]byte, memory []byte, markers int, chunk func() int) {
 	t.Helper()
 	c := bufferConn(Options{MaxSend: 64 << 10}, markers)
 	defer c.Close()
 	got := make([]byte, len(memory))
 	expose(c, 0x100, got, 0, RemoteWrite)
 	*c.nc.(*bufferNet) = bufferNet{in: bytes.NewReader(stream), chunk: chunk}
+	const head = 48
+	next := 0 // Send
+	var sunk []byte
+	if sinks {
+		c.SetSink(head, func(b []byte) []byte {
+			if !bytes.Equal(b, sends[next][:head]) {
+				t.Fatalf("Send %d begins with % x", next, b)
+			}
+			rest := len(sends[next]) - head
+			sunk = make([]byte, []int{0, rest / 2, rest - 1, rest, rest + 100}[next%5])
+			return sunk
+		})
+	}
 	for i, want := range sends {
 		var ev Event
-		if err := c.Receive(&ev); err != nil || !bytes.Equal(ev.Data, want) {
-			t.Fatalf("Send %d of %d bytes: %d came, %v", i, len(want), len(ev.Data), err)
+		next, sunk = i, nil
+		if err := c.Receive(&ev); err != nil || !bytes.Equal(slices.Concat(ev.Head, ev.Data), want) {
+			t.Fatalf("Send %d of %d bytes: %d and %d came, %v", i, len(want), len(ev.Head), len(ev.Data), err)
+		}
+		fits := len(sunk) > 0 && len(sunk) >= len(want)-head
+		if (ev.Head != nil) != fits || fits && &ev.Data[0] != &sunk[0] {
+			t.Fatalf("Send %d of %d bytes, with %d bytes of the sink: it is there: %t", i, len(want), len(sunk), ev.Head != nil)
 		}
 	}
 	var ev Event
@@ -295,6 +321,40 @@ func TestRechunking(t *testing.T) {
 				})
 			}
 		})
+	}
+}
+
+// Between two segments of a Send that goes to the memory of a sink, a Read may end. Nothing changes that memory until the Send has come.
+func TestReadWithinASunkSend(t *testing.T) {
+	p, c := responder(t, Options{})
+	memory := make([]byte, 3000)
+	calls := 0
+	c.SetSink(4, func(head []byte) []byte {
+		calls++
+		if string(head) != "head" {
+			t.Errorf("it begins with %q", head)
+		}
+		return memory
+	})
+	read := &WorkRequest{Op: Read, Data: make([]byte, 4)}
+	post(t, c, read)
+	c.Flush()
+	var ev Event
+	ended := make(chan error)
+	go func() { ended <- c.Receive(&ev) }()
+	request, err := wire.ParseReadRequest(p.fpdu()[wire.UntaggedLen:])
+	if err != nil {
+		t.Fatal(err)
+	}
+	p.send("0143 00000000 00000000 00000001 00000000"+hex.EncodeToString(append([]byte("head"), bytes.Repeat([]byte{'a'}, 1000)...)),
+		fmt.Sprintf("c142 %08x %016x", uint32(request.SinkSTag), request.SinkTO)+"01020304",
+		"4143 00000000 00000000 00000001 000003ec"+hex.EncodeToString(bytes.Repeat([]byte{'b'}, 2000)))
+	if err := <-ended; err != nil || ev.Read != read || ev.Err != nil {
+		t.Fatalf("%+v, %v", ev, err)
+	}
+	if err := c.Receive(&ev); err != nil || string(ev.Head) != "head" || &ev.Data[0] != &memory[0] || len(ev.Data) != len(memory) ||
+		bytes.Count(ev.Data, []byte{'a'}) != 1000 || bytes.Count(ev.Data, []byte{'b'}) != 2000 || calls != 1 {
+		t.Fatalf("%q, %d bytes, %v; %d calls", ev.Head, len(ev.Data), err, calls)
 	}
 }
 

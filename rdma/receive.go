@@ -21,8 +21,9 @@ type Event struct {
 	// Err is nil if the Read has filled all of its memory.
 	Err error
 
-	// Data is the message of a Send. It is valid until the next Receive.
-	Data []byte
+	// Data is the message of a Send. It is valid until the next Receive. If it is in memory of SetSink, it lacks the
+	// bytes at its beginning, which are in Head.
+	Head, Data []byte
 	// Solicited says that the peer asked for an event (RFC 5040, section 5.3).
 	Solicited bool
 	// Invalidates says that the Send has invalidated an STag, Invalidated.
@@ -37,10 +38,15 @@ type receiver struct {
 	long int                            // longer ULPDUs do not wait in win until they are whole
 
 	asm     []byte // a Send of several segments; maxSend bytes at most
-	asmLen  int
+	asmLen  int    // of the present Send, wherever it is
 	maxSend int
 	sendMSN uint32 // expected on queue 0
 	readMSN uint32 // expected on queue 1
+
+	// Of SetSink:
+	head []byte
+	sink func(head []byte) []byte
+	sunk []byte // memory for the present Send without head; nil: it is in asm
 
 	seg  segment
 	hdr  [wire.UntaggedLen + wire.ReadRequestLen]byte
@@ -66,6 +72,7 @@ type segment struct {
 	hlen   int    // DDP header
 	length int    // ULPDU_Length
 	hdr    []byte // copy of the DDP header, and of a Read Request, for a Terminate
+	begins bool   // the payload begins with the head of SetSink: begin knows dst
 	dst    []byte // where the payload goes; nil: it stays in the window
 	region *Region
 	read   *WorkRequest
@@ -357,6 +364,9 @@ func (c *Conn) place(ev *Event, ulpdu []byte) (done bool, err error) {
 		return false, err
 	}
 	payload := ulpdu[seg.hlen:]
+	if seg.begins {
+		payload = payload[c.rx.begin(payload):]
+	}
 	if seg.dst != nil {
 		copy(seg.dst, payload)
 		c.unuse()
@@ -383,13 +393,23 @@ func (c *Conn) receiveLong(ev *Event, total int) (done bool, err error) {
 		// If CRCs are on, the end of the FPDU shows whether to trust the header.
 		return false, c.judge(routeErr, total)
 	}
-	n := wire.LengthLen + seg.hlen
+	hlen := wire.LengthLen + seg.hlen
+	n := hlen
+	if seg.begins {
+		n += len(rx.head)
+		if err := rx.win.Fill(n); err != nil {
+			return false, err
+		}
+	}
 	crc := uint32(0)
 	header := rx.win.TakeHeader(n, total-n)
 	if c.crc {
 		crc = wire.UpdateCRC(0, header)
 	}
 	rx.win.Inside = true
+	if seg.begins {
+		rx.begin(header[hlen:])
+	}
 	tail := wire.Pad(seg.length) + wire.CRCLen
 	for dst := seg.dst; len(dst) > 0; {
 		got, err := rx.win.Read(dst)
@@ -608,13 +628,46 @@ func (c *Conn) routeSend(seg *segment) error {
 	if h.MO == 0 && seg.last && seg.length <= rx.long {
 		return nil
 	}
+	switch at := rx.asmLen - len(rx.head); {
+	case rx.asmLen == 0 && rx.sink != nil && n > len(rx.head):
+		seg.begins = true
+		return nil
+	case rx.sunk != nil && n <= len(rx.sunk)-at:
+		seg.dst = rx.sunk[at:][:n:n]
+		return nil
+	case rx.sunk != nil: // the Send is longer than its head says
+		rx.assemble(n)
+		copy(rx.asm, rx.head)
+		copy(rx.asm[len(rx.head):], rx.sunk[:at])
+		rx.sunk = nil
+	}
+	seg.dst = rx.assemble(n)
+	return nil
+}
+
+// assemble returns memory for the next n bytes of a Send behind those that asm has.
+func (rx *receiver) assemble(n int) []byte {
 	if end := rx.asmLen + n; end > len(rx.asm) { // it grows with what the peer sends, so that a login that waits keeps little
 		asm := make([]byte, min(rx.maxSend, max(end, 2*len(rx.asm))))
-		copy(asm, rx.asm[:rx.asmLen])
+		copy(asm, rx.asm[:min(rx.asmLen, len(rx.asm))])
 		rx.asm = asm
 	}
-	seg.dst = rx.asm[rx.asmLen:][:n:n]
-	return nil
+	return rx.asm[rx.asmLen:][:n:n]
+}
+
+// begin takes the head of a Send from its first bytes, and finds memory for the rest of the segment. It returns the length of the head.
+func (rx *receiver) begin(payload []byte) int {
+	seg, head := &rx.seg, copy(rx.head, payload)
+	n := seg.payload()
+	if rx.sunk = rx.sink(rx.head); n-head <= len(rx.sunk) {
+		seg.dst = rx.sunk[: n-head : n-head]
+	} else {
+		rx.sunk = nil
+		asm := rx.assemble(n)
+		seg.dst = asm[copy(asm, rx.head):]
+	}
+	rx.asmLen = head
+	return head
 }
 
 // routeReadRequest checks the sequence and the size of a Read Request.
@@ -677,19 +730,24 @@ func (c *Conn) deliver(ev *Event, payload []byte) (done bool, err error) {
 		t.DDP, t.ReadRequest = bytes.Clone(t.DDP), bytes.Clone(t.ReadRequest)
 		return false, &StreamError{Reason: t.Reason, Remote: true, Terminate: &t}
 	}
+	var head []byte
 	if seg.dst != nil {
 		rx.asmLen += len(seg.dst)
-		payload = rx.asm[:rx.asmLen]
+		if rx.sunk != nil {
+			head, payload = rx.head, rx.sunk[:rx.asmLen-len(rx.head)]
+		} else {
+			payload = rx.asm[:rx.asmLen]
+		}
 	}
 	if !seg.last {
 		return false, nil
 	}
-	rx.asmLen = 0
+	rx.asmLen, rx.sunk = 0, nil
 	rx.sendMSN++
 	if first && c.rtrSend && seg.op == wire.OpSend && len(payload) == 0 {
 		return false, nil // RFC 6581, section 4.4: the ULP does not see an RTR
 	}
-	*ev = Event{Data: payload, Solicited: seg.op.Solicited(), Invalidates: seg.op.Invalidates()}
+	*ev = Event{Head: head, Data: payload, Solicited: seg.op.Solicited(), Invalidates: seg.op.Invalidates()}
 	if ev.Invalidates {
 		ev.Invalidated = seg.untag.Invalidate
 		if err := c.invalidateRemote(ev.Invalidated); err != nil {

@@ -27,8 +27,8 @@ type Options struct {
 	Name   string  // InitiatorName; default iqn.2026-11.io.github.iser-target:initiator
 	Target string  // TargetName; empty: a discovery session
 	ISID   [6]byte // default 00023d000001
-	// further "key=value" of the first Login Request, after Linux's; ErrorRecoveryLevel and the
-	// like instead of its
+	// further "key=value" of the first Login Request, after Linux's; ErrorRecoveryLevel,
+	// TargetRecvDataSegmentLength and the like instead of its
 	Keys []string
 	RDMA rdma.Options
 	// NoInvalidate tells the target not to use Send with Invalidate.
@@ -210,7 +210,7 @@ func (o Options) LoginRequest() (bhs pdu.BHS, data []byte) {
 	}
 	text = slices.DeleteFunc(text, func(kv string) bool {
 		key, _, _ := strings.Cut(kv, "=")
-		return slices.Contains(linuxKeys, kv) &&
+		return (slices.Contains(linuxKeys, kv) || key == "TargetRecvDataSegmentLength") &&
 			slices.ContainsFunc(o.Keys, func(own string) bool { return strings.HasPrefix(own, key+"=") })
 	})
 	text = append(text, o.Keys...)
