@@ -22,9 +22,11 @@ import (
 )
 
 const (
-	// segment is the longest data segment in either direction, in bytes, as ib_iser offers it.
-	segment = 8192
-	headLen = iser.HeaderLen + pdu.BHSLen
+	// receiveSegment is the longest data segment that the initiator receives, in bytes, as ib_iser offers it.
+	receiveSegment = 8192
+	// sendSegment is the longest one that it sends, if the target takes it: a WRITE with no more data takes no RDMA Read.
+	sendSegment = 65536
+	headLen     = iser.HeaderLen + pdu.BHSLen
 	// defaultBase is the default of Transport.BaseOffset.
 	defaultBase = 0x1000
 	// maxControls limits the PDUs other than commands that wait to be sent.
@@ -79,7 +81,7 @@ func (t Transport) Start(ctx context.Context, nc net.Conn) (*Carrier, error) {
 		t.BaseOffset = defaultBase
 	}
 	o := t.RDMA
-	o.MaxSend = headLen + segment
+	o.MaxSend = headLen + receiveSegment
 	// No zero-based virtual addresses (RFC 7145, appendix A).
 	o.Private = []byte{0x80, 0, 0, 0}
 	if t.NoInvalidate {
@@ -97,7 +99,7 @@ func (t Transport) Start(ctx context.Context, nc net.Conn) (*Carrier, error) {
 		return nil, fmt.Errorf("iSER: %w", err)
 	}
 	c := &Carrier{rc: rc, t: t}
-	c.params.MaxSendSegment = segment
+	c.params.MaxSendSegment = receiveSegment
 	return c, nil
 }
 
@@ -157,8 +159,8 @@ func (c *Carrier) Offer(o initiator.Offer) []keys.Pair {
 	if c.discovery = o.Discovery; o.Discovery {
 		return nil
 	}
-	n := strconv.Itoa(segment)
-	list := []keys.Pair{{Key: "InitiatorRecvDataSegmentLength", Value: n}, {Key: "TargetRecvDataSegmentLength", Value: n}}
+	list := []keys.Pair{{Key: "InitiatorRecvDataSegmentLength", Value: strconv.Itoa(receiveSegment)},
+		{Key: "TargetRecvDataSegmentLength", Value: strconv.Itoa(sendSegment)}}
 	if !o.Joins {
 		list = append(list, keys.Pair{Key: "RDMAExtensions", Value: "Yes"})
 		if c.t.Hello {
@@ -176,8 +178,8 @@ func (c *Carrier) EnterFullFeature(p initiator.Params, find func(uint32) *initia
 	if p.HeaderDigest || p.DataDigest {
 		return errors.New("iSER has no digests: iWARP has CRCs instead")
 	}
-	if p.MaxSendSegment > segment {
-		return fmt.Errorf("TargetRecvDataSegmentLength=%d of the target is above the %d that the initiator offered", p.MaxSendSegment, segment)
+	if p.MaxSendSegment > sendSegment {
+		return fmt.Errorf("TargetRecvDataSegmentLength=%d of the target is above the %d that the initiator offered", p.MaxSendSegment, sendSegment)
 	}
 	c.params, c.find = p, find
 	c.rc.Grow()

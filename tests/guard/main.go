@@ -66,6 +66,7 @@ var paths = []path{
 	{"iSER, READ 4 KiB, depth 32", "iser", memoryLUN, []string{"--rw", "randread", "--bs", "4k", "--iodepth", "32"}},
 	{"iSER, READ 64 KiB, depth 8", "iser", memoryLUN, []string{"--rw", "randread", "--bs", "64k", "--iodepth", "8"}},
 	{"iSER, WRITE 64 KiB, depth 8", "iser", memoryLUN, []string{"--rw", "randwrite", "--bs", "64k", "--iodepth", "8"}},
+	{"iSER, WRITE 256 KiB, depth 8", "iser", memoryLUN, []string{"--rw", "randwrite", "--bs", "256k", "--iodepth", "8"}}, // by RDMA Read
 }
 
 func main() {
