@@ -264,7 +264,11 @@ func (g *guest) files(o *options, jobs fio.Jobs) error {
 // start starts a target, logs in to it over each of its transports, and fills a LUN in memory. reasons has an error for each column that cannot be measured.
 func (g *guest) start(target guestTarget, reasons map[column]error) {
 	g.progress("starting %s", target.name)
-	_, err := g.run("FILE=/run/"+target.name+".img\ncp /run/share/fill $FILE\n"+target.start, startLimit)
+	script := target.start
+	if !target.inMemory {
+		script = "FILE=/run/" + target.name + ".img\ncp /run/share/fill $FILE\n" + script
+	}
+	_, err := g.run(script, startLimit)
 	if err != nil {
 		err = fmt.Errorf("%s did not start: %w", target.name, err)
 	}

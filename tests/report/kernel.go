@@ -37,30 +37,28 @@ func kernelFio(runtime, ramp time.Duration) fio.Jobs {
 
 // kernelFigures compares iSER with LIO over iSER and with TCP, for the Linux initiator in the virtual machine.
 func kernelFigures(ctx context.Context, o *options, _ string) (list []figure, err error) {
+	luns := []struct{ kind, ours, lio string }{{"file LUN", ours, "LIO"}, {"memory LUN", oursInMemory, lioInMemory}}
 	var columns []column
-	for _, target := range []string{ours, oursInMemory} {
-		columns = append(columns, column{target, "iSER"}, column{target, "TCP"})
+	for _, l := range luns {
+		columns = append(columns, column{l.ours, "iSER"}, column{l.ours, "TCP"}, column{l.lio, "iSER"})
 	}
-	t, _, err := measureGuest(ctx, o, kernelFio(o.runtime, o.ramp), append(columns, column{"LIO", "iSER"}, column{lioInMemory, "iSER"}))
+	t, _, err := measureGuest(ctx, o, kernelFio(o.runtime, o.ramp), columns)
 	if err != nil {
 		return nil, err
 	}
-	for _, pair := range []struct {
-		of, than column
-		lun      string
-	}{
-		{columns[0], column{"LIO", "iSER"}, "file LUN"}, {columns[2], column{lioInMemory, "iSER"}, "memory LUN"},
-		{columns[0], columns[1], "file LUN"}, {columns[2], columns[3], "memory LUN"},
-	} {
-		for i, j := range kernelJobs {
-			bound := j.lio
-			if pair.than.Transport == "TCP" {
-				bound = j.tcp
-			}
-			if bound > 0 {
-				f := t.compare(t.jobs[i], pair.of, pair.than, false, bound)
-				f.work, f.than = j.name+", ib_iser, "+pair.lun, pair.than.String()
-				list = append(list, f)
+	for _, l := range luns {
+		lio, tcp := column{l.lio, "iSER"}, column{l.ours, "TCP"}
+		for _, than := range []column{lio, tcp} {
+			for i, j := range kernelJobs {
+				bound := j.lio
+				if than == tcp {
+					bound = j.tcp
+				}
+				if bound > 0 {
+					f := t.compare(t.jobs[i], column{l.ours, "iSER"}, than, false, bound)
+					f.work, f.than = j.name+", ib_iser, "+l.kind, than.String()
+					list = append(list, f)
+				}
 			}
 		}
 	}
