@@ -74,14 +74,16 @@ type Conn struct {
 	ev          rdma.Event
 	hdr         Header // of the PDU that Receive returned last
 	bhs         pdu.BHS
-	err         error                     // why the connection has ended
-	peerStarted bool                      // a message has come in this phase
-	hello       bool                      // a Hello has come
-	needsHello  bool                      // a Hello must be the next message
-	noHello     bool                      // a Hello must not come
-	borrow      func(n int) *iscsi.Buffer // of SetLender; nil: nothing lends
-	coming      *iscsi.Buffer             // for the data segment of the Send that is coming
-	came        *iscsi.Buffer             // with the data segment of the PDU that Receive returned last
+	err         error // why the connection has ended
+	peerStarted bool  // a message has come in this phase
+	hello       bool  // a Hello has come
+	needsHello  bool  // a Hello must be the next message
+	noHello     bool  // a Hello must not come
+
+	// Of SetLender, for the same goroutine:
+	borrow func(n int) *iscsi.Buffer // nil: nothing lends
+	coming *iscsi.Buffer             // for the data segment of the Send that is coming
+	came   *iscsi.Buffer             // with the data segment of the PDU that Receive returned last
 
 	mu          sync.Mutex
 	ord         int // RDMA Reads that may be outstanding

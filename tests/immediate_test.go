@@ -88,7 +88,7 @@ func TestLongImmediateDataOverISER(t *testing.T) {
 			fpdus := p.cut(b, size)
 			p.write(bytes.Join(fpdus[:1+rand.IntN(len(fpdus)-1)], nil))
 			p.nc.Close()
-			testkit.Eventually(t, "the connection has ended", func() bool { return tg.node.Stats().Connections == 1 })
+			testkit.Eventually(t, "one connection is left", func() bool { return tg.node.Stats().Connections == 1 })
 			neighbor.nc.Close()
 			testkit.Eventually(t, "nothing is in use", func() bool { return shared.Memory.Used() == 0 })
 		})
