@@ -157,10 +157,9 @@ sdparm --set=LBPERE=1 $d
 sg_wr_mode --page=0x1c,2 --contents=5c,2,0,1c,0,0,0,0,0,0,0,0,0,0,0,0,0,1,0,0,0,0,0,0,81,2,0,0,0,0,0,10 $d
 sg_modes --page=0x1c,2 $d
 sg_write_same --lba=2048 --num=2048 --in=/run/aa $d
-sg_logs --page=lbp $d
-for ((n = 0; n < 60; n++)); do sg_turs --verbose $d 2>&1 | grep Additional && break; sleep 0.5; done
+awaitAttention 'Received an indication that the LUN reached a thin provisioning soft threshold.'
 sg_turs --verbose $d
-dmesg | grep -o 'Received an indication that the LUN reached.*' | tail -1
+sg_logs --page=lbp $d
 sg_wr_mode --page=0x1c,2 --contents=5c,2,0,1c,0,0,0,0,0,0,0,0,0,0,0,0,0,1,0,0,0,0,0,0,80,2,0,0,0,0,0,10 $d
 `},
 	{"compare", `
@@ -354,6 +353,18 @@ cat >>/run/sg.sh <<'.'
 blocks() {
 	dd if=$1 bs=512 skip=$2 count=$3 iflag=direct status=none | od -A n -t x1 -w512 -v | tr ' ' '\n' | sort -u | tr '\n' ' '
 	echo
+}
+# awaitAttention TEXT sends commands to $d until the kernel has logged the unit
+# attention. The target raises it when it looks at the space next, and the first
+# command after that has it, also one of the kernel or of udev.
+awaitAttention() {
+	local n
+	for ((n = 0; n < 60; n++)); do
+		sg_turs $d >/dev/null 2>&1
+		dmesg | grep -oF "$1" && return
+		sleep 0.5
+	done
+	return 1
 }
 run() {
 	local status=0
