@@ -141,6 +141,7 @@ func allocate(o Options) *Conn {
 func (c *Conn) attach(nc net.Conn, prefix []byte, ird, ord int, crc, markersOut bool) {
 	c.nc, c.ird, c.ord, c.mostORD, c.crc, c.markersOut = nc, ird, ord, ord, crc, markersOut
 	c.tx.out.SetConn(nc)
+	c.rx.one, c.rx.both = llp.Readers(nc)
 	if sc, ok := nc.(syscall.Conn); ok {
 		c.raw, _ = sc.SyscallConn()
 	}
@@ -157,7 +158,7 @@ func (c *Conn) attach(nc net.Conn, prefix []byte, ird, ord int, crc, markersOut 
 // goroutine that calls Receive calls it.
 func (c *Conn) Grow() {
 	c.rx.win.Grow()
-	if c.rx.both = llp.BuffersReader(c.nc); c.rx.both != nil {
+	if c.rx.both != nil {
 		c.rx.win.Scatter(c.readBoth)
 	}
 	c.rx.long = llp.LongData

@@ -34,7 +34,8 @@ type Event struct {
 // receiver is the state of the goroutine that is in Receive.
 type receiver struct {
 	win  llp.Window
-	both func(p, q []byte) (int, error) // reads from the socket, see llp.BuffersReader; nil: it cannot do that
+	one  func(p []byte) (int, error)    // reads from the socket
+	both func(p, q []byte) (int, error) // the same to two places, see llp.Readers; nil: it cannot do that
 	long int                            // longer ULPDUs do not wait in win until they are whole
 
 	asm     []byte // a Send of several segments; maxSend bytes at most
@@ -262,7 +263,7 @@ func (c *Conn) readBoth(p, q []byte) (n int, err error) {
 			}
 		}
 		if q == nil {
-			n, err = c.nc.Read(p)
+			n, err = c.rx.one(p)
 		} else {
 			n, err = c.rx.both(p, q)
 		}
@@ -406,7 +407,7 @@ func (c *Conn) receiveLong(ev *Event, total int) (done bool, err error) {
 	if c.crc {
 		crc = wire.UpdateCRC(0, header)
 	}
-	rx.win.Inside = true
+	rx.win.Inside, rx.win.Thin = true, true
 	if seg.begins {
 		rx.begin(header[hlen:])
 	}
@@ -426,7 +427,6 @@ func (c *Conn) receiveLong(ev *Event, total int) (done bool, err error) {
 		dst = dst[got:]
 	}
 	c.unuse()
-	rx.win.Thin = true
 	if err := rx.win.Fill(tail); err != nil {
 		return false, err
 	}

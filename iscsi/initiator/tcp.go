@@ -53,7 +53,9 @@ func (t TCP) Dial(ctx context.Context, addr string) (Carrier, error) {
 // NewTCP returns a Carrier on a connection that is established.
 func NewTCP(nc net.Conn) Carrier {
 	c := &tcpCarrier{nc: nc, params: Params{MaxSendSegment: loginSegment}, limit: 2 * loginSegment}
-	c.win.Init(nc.Read, nil)
+	var one func([]byte) (int, error)
+	one, c.both = llp.Readers(nc)
+	c.win.Init(one, nil)
 	c.out.SetConn(nc)
 	c.out.Keep()
 	if sc, ok := nc.(syscall.Conn); ok {
@@ -73,7 +75,8 @@ type tcpCarrier struct {
 
 	// Of the goroutine in Receive:
 	win   llp.Window
-	limit int // longest data segment, bytes
+	both  func(p, q []byte) (int, error) // reads from the socket, see llp.Readers; nil: it cannot do that
+	limit int                            // longest data segment, bytes
 	head  [pdu.BHSLen]byte
 	data  []byte // of the PDU that Receive returned
 
@@ -124,8 +127,8 @@ func (c *tcpCarrier) Offer(o Offer) []keys.Pair {
 func (c *tcpCarrier) EnterFullFeature(p Params, find func(uint32) *Command) error {
 	c.params, c.find, c.limit = p, find, receiveSegment
 	c.win.Grow()
-	if both := llp.BuffersReader(c.nc); both != nil {
-		c.win.Scatter(both)
+	if c.both != nil {
+		c.win.Scatter(c.both)
 	}
 	return nil
 }

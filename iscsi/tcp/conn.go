@@ -154,6 +154,7 @@ func New(nc net.Conn, o Options) *Conn {
 	c.flush = c.flushAside
 	c.borrow = func(int) *iscsi.Buffer { return nil }
 	c.rx.limit = loginLimit
+	c.rx.one, c.rx.both = llp.Readers(nc)
 	c.rx.win.Init(c.read, o.Prefix)
 	c.tx.out.SetConn(nc)
 	return c
@@ -213,7 +214,7 @@ func (c *Conn) EnterFullFeature(p iscsi.Params, tasks int) error {
 	}
 	c.rx.digests, c.rx.fullFeature, c.rx.limit = d, true, c.limit
 	c.rx.win.Grow()
-	if c.rx.both = llp.BuffersReader(c.nc); c.rx.both != nil {
+	if c.rx.both != nil {
 		c.rx.win.Scatter(c.readBoth)
 	}
 	c.tx.out.Keep()

@@ -13,6 +13,7 @@ import (
 
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // A time-out between PDUs, or within a header, loses nothing.
@@ -87,7 +88,8 @@ func TestConn(t *testing.T) {
 
 // ISCSI-11.8-5: no tag is ffffffff, also when the count wraps.
 func TestTargetTransferTags(t *testing.T) {
-	c := New(nil, Options{})
+	nc, _ := testkit.Pair(t)
+	c := New(nc, Options{})
 	var last *task
 	for range maxTasks {
 		last = c.NewTask().(*task)

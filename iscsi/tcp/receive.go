@@ -28,7 +28,8 @@ type receiver struct {
 	limit       int // longest data segment, bytes
 
 	win  llp.Window
-	both func(p, q []byte) (int, error) // reads from the socket, see llp.BuffersReader; nil: it cannot do that
+	one  func(p []byte) (int, error)    // reads from the socket
+	both func(p, q []byte) (int, error) // the same to two places, see llp.Readers; nil: it cannot do that
 	bhs  [pdu.BHSLen]byte               // of a PDU that does not stay in win
 	ahs  []byte
 	big  *iscsi.Buffer // a data segment that is longer than win, until the next Receive
@@ -133,7 +134,7 @@ func (c *Conn) readBoth(p, q []byte) (n int, err error) {
 			}
 		}
 		if q == nil {
-			n, err = c.nc.Read(p)
+			n, err = c.rx.one(p)
 		} else {
 			n, err = c.rx.both(p, q)
 		}

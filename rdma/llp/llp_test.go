@@ -261,8 +261,8 @@ func TestTaken(t *testing.T) {
 // A Socket fills two places with one call, and fails as the Read of the connection does.
 func TestSocketReads(t *testing.T) {
 	a, b := testkit.Pair(t)
-	read := BuffersReader(a)
-	if read == nil || BuffersReader(struct{ net.Conn }{a}) != nil {
+	one, read := Readers(a)
+	if _, both := Readers(struct{ net.Conn }{a}); read == nil || both != nil {
 		t.Fatal("a socket can be read to two places, another stream cannot")
 	}
 	want := stream(150)
@@ -283,9 +283,18 @@ func TestSocketReads(t *testing.T) {
 		}
 	}
 	p, q := make([]byte, 100), make([]byte, 100)
+	write(150)
+	if n, err := one(p); n != 100 || err != nil || !bytes.Equal(p, want[:100]) {
+		t.Errorf("%d bytes, error %v, or others than were sent", n, err)
+	}
+	if n, err := one(p); n != 50 || err != nil || !bytes.Equal(p[:50], want[100:150]) {
+		t.Errorf("%d bytes, error %v, or others than were sent", n, err)
+	}
 	if n := testing.AllocsPerRun(100, func() {
 		write(150)
 		read(p, q)
+		write(50)
+		one(p)
 	}); n != 0 {
 		t.Errorf("%v allocations", n)
 	}
@@ -293,6 +302,8 @@ func TestSocketReads(t *testing.T) {
 		t.Helper()
 		_, want := a.Read(p)
 		_, got := read(p, q)
+		sameError(t, got, want, is)
+		_, got = one(p)
 		sameError(t, got, want, is)
 	}
 	a.SetReadDeadline(time.Unix(1, 0))
@@ -304,7 +315,7 @@ func TestSocketReads(t *testing.T) {
 	fails(net.ErrClosed)
 
 	a, b = testkit.Pair(t)
-	read = BuffersReader(a)
+	_, read = Readers(a)
 	b.(*net.TCPConn).SetLinger(0)
 	b.Close()
 	if _, err := read(p, q); !errors.Is(err, syscall.ECONNRESET) {
@@ -394,6 +405,37 @@ func size(parts [][]byte) (n int) {
 		n += len(p)
 	}
 	return n
+}
+
+// While no long data comes, Read fills the Window, so that many short messages cost one system call.
+func TestWindowReadsAhead(t *testing.T) {
+	const header, data, messages = 48, 4096, 2 * WindowLen / (48 + 4096)
+	r, calls := bytes.NewReader(stream(messages*(header+data))), 0
+	w := new(Window)
+	w.Init(func(p []byte) (int, error) { calls++; return r.Read(p) }, nil)
+	w.Grow()
+	w.Scatter(func(p, q []byte) (int, error) {
+		calls++
+		n, err := io.ReadFull(r, p)
+		m, _ := r.Read(q)
+		return n + m, err
+	})
+	for i := range messages {
+		if err := w.Fill(header); err != nil {
+			t.Fatal(err)
+		}
+		w.Take(header)
+		p := make([]byte, data)
+		if _, err := io.ReadFull(w, p); err != nil {
+			t.Fatal(err)
+		}
+		if !bytes.Equal(p, stream((i + 1) * (header + data))[i*(header+data)+header:]) {
+			t.Fatalf("message %d is another one", i)
+		}
+	}
+	if calls != 2 {
+		t.Errorf("%d calls for %d messages, want 2", calls, messages)
+	}
 }
 
 // Read brings the header of the next message, so that a stream of messages costs one system call for each.

@@ -12,19 +12,21 @@ import (
 
 // A buffersReader is a net.Conn that wraps a socket and forwards to ReadBuffers of a Socket.
 type buffersReader interface {
+	net.Conn
 	ReadBuffers(p, q []byte) (int, error)
 }
 
-// BuffersReader returns a function that reads from nc to p, and to q what comes after that, with one system call. Like Read of an io.Reader, it waits
-// until something has come. It is nil if nc has no such function.
-func BuffersReader(nc net.Conn) func(p, q []byte) (int, error) {
+// Readers returns functions that read from nc with one system call: one is like Read of an io.Reader, and both reads to p, and to q what comes
+// after that. It waits like one until something has come, and is nil if nc has no such function.
+func Readers(nc net.Conn) (one func(p []byte) (int, error), both func(p, q []byte) (int, error)) {
 	switch nc := nc.(type) {
 	case buffersReader:
-		return nc.ReadBuffers
+		return nc.Read, nc.ReadBuffers
 	case *net.TCPConn:
-		return NewSocket(nc).ReadBuffers
+		s := NewSocket(nc)
+		return s.Read, s.ReadBuffers
 	}
-	return nil
+	return nc.Read, nil
 }
 
 // silentLen is how many bytes a system call may send without the knowledge of Go's scheduler: a call that copies more
@@ -78,7 +80,7 @@ func (s *Socket) Read(p []byte) (int, error) {
 	return s.read(true)
 }
 
-// ReadBuffers does what BuffersReader says. Neither p nor q is empty.
+// ReadBuffers does what both of Readers does. Neither p nor q is empty.
 func (s *Socket) ReadBuffers(p, q []byte) (int, error) {
 	s.in.begin(s.in.parts[:0], p, q)
 	return s.read(true)

@@ -186,7 +186,11 @@ func (w *Window) Read(p []byte) (n int, err error) {
 	}
 	if w.both != nil && len(p) > 0 && len(w.buf) >= thinRead {
 		w.r, w.w = 0, 0
-		n, err = w.both(p, w.buf[:thinRead])
+		ahead := w.buf
+		if w.Thin {
+			ahead = ahead[:thinRead]
+		}
+		n, err = w.both(p, ahead)
 		w.w = max(n-len(p), 0)
 		n -= w.w
 	} else {
