@@ -96,6 +96,10 @@ type Conn struct {
 	numbered    bool             // a status was posted
 
 	holds iscsi.Holds
+
+	// For the goroutine in rc.Flush: what has left with the present batch.
+	departure iscsi.Departure
+	sent      *put
 }
 
 var (
@@ -115,6 +119,7 @@ var (
 
 // task is the mover's state of a task slot.
 type task struct {
+	c      *Conn
 	t      *iscsi.Task
 	remote Header // Remote Mapping (RFC 7145, section 7.3.1)
 	base   uint32 // Buffer Offset that the Write Base Offset corresponds to
@@ -227,6 +232,7 @@ func (c *Conn) answer(r *rdma.Request) rdma.Answer {
 func (c *Conn) start(rc *rdma.Conn) {
 	c.rc, c.ord, c.flush = rc, rc.ORD(), rc.Flush
 	rc.SetSink(headLen, c.memoryFor)
+	rc.SetFlushed(c.left)
 	if c.fullFeature.Load() {
 		rc.SetMaxSend(maxSend(c.recvSegment))
 		rc.Grow()
@@ -329,7 +335,7 @@ func (c *Conn) Defer() { c.rc.Defer() }
 
 // NewTask implements iscsi.Datamover.
 func (c *Conn) NewTask() any {
-	t := &task{}
+	t := &task{c: c}
 	t.send.Done, t.get.Done = t, t
 	return t
 }
@@ -497,23 +503,32 @@ func (c *Conn) takePut() *put {
 	return p
 }
 
+// reset makes p keep nothing alive.
+func (p *put) reset() {
+	p.b, p.shared, p.wr.Data, p.wr.Pages, p.wr.Pipe, p.wr.Piped = nil, false, nil, false, nil, 0
+}
+
 // givePut makes p free.
 func (c *Conn) givePut(p *put) {
-	p.b, p.shared, p.wr.Data, p.wr.Pages, p.wr.Pipe, p.wr.Piped = nil, false, nil, false, nil, 0
+	p.reset()
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	p.next, c.puts = c.puts, p
 }
 
-// WorkDone implements rdma.Completer. The data has left.
-func (p *put) WorkDone(*rdma.WorkRequest, error) {
-	b, shared, until := p.b, p.shared, p.until
-	p.c.givePut(p)
-	if shared {
-		p.c.holds.Hold(b, until)
+// WorkDone implements rdma.Completer. The data has left, or never will.
+func (p *put) WorkDone(_ *rdma.WorkRequest, err error) {
+	if p.shared {
+		p.c.holds.Hold(p.b, p.until)
 	} else {
-		b.Release()
+		p.b.Release()
 	}
+	if err != nil {
+		p.c.givePut(p)
+		return
+	}
+	p.reset()
+	p.next, p.c.sent = p.c.sent, p
 }
 
 // GetData implements iscsi.Datamover by an RDMA Read.
@@ -622,10 +637,27 @@ func (h *Header) toInvalidate() rdma.STag {
 	return h.Write.STag
 }
 
-// WorkDone implements rdma.Completer. The PDU has left. Reads end in Receive.
-func (t *task) WorkDone(*rdma.WorkRequest, error) {
+// WorkDone implements rdma.Completer. The PDU has left, or never will. Reads end in Receive.
+func (t *task) WorkDone(_ *rdma.WorkRequest, err error) {
 	t.send.Data = nil
-	t.t.Sent()
+	if err != nil {
+		t.t.Sent()
+		return
+	}
+	t.c.departure.Sent(t.t)
+}
+
+// left ends what WorkDone has begun for the messages of a batch.
+func (c *Conn) left() {
+	c.departure.End()
+	if c.sent == nil {
+		return
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for p := c.sent; p != nil; p = c.sent {
+		c.sent, p.next, c.puts = p.next, c.puts, p
+	}
 }
 
 // SetLender implements iscsi.Borrower. Without a Buffer the data stays in memory of the stream.

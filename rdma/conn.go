@@ -102,10 +102,11 @@ type Conn struct {
 	impatient bool        // see SetImpatient; for the goroutine in Receive
 
 	// The goroutine that flushes for Receive, started when first needed.
-	wake     chan struct{} // has room for one
-	gone     chan struct{} // closed by Close
-	deferred atomic.Bool   // Defer was called: Flush before Receive waits
-	refers   atomic.Bool   // see RefersPages; written by the goroutine in Flush
+	wake       chan struct{} // has room for one
+	gone       chan struct{} // closed by Close
+	afterFlush func()        // of SetFlushed, or nil
+	deferred   atomic.Bool   // Defer was called: Flush before Receive waits
+	refers     atomic.Bool   // see RefersPages; written by the goroutine in Flush
 
 	aside sync.WaitGroup // that goroutine, and nudge
 
@@ -189,6 +190,10 @@ func (c *Conn) SetMaxSend(n int) { c.rx.maxSend = n }
 func (c *Conn) SetSink(head int, sink func(head []byte) []byte) {
 	c.rx.head, c.rx.sink = make([]byte, head), sink
 }
+
+// SetFlushed makes Flush call f after the WorkDones of messages that have left together. The WorkDones without an error, and f, come from one goroutine at a
+// time. SetFlushed is called before the first Flush.
+func (c *Conn) SetFlushed(f func()) { c.afterFlush = f }
 
 // Size returns how many bytes the buffers of the stream can have after SetMaxSend(maxSend): window, queue, a Send in several
 // segments, and with Markers two FPDUs.

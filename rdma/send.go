@@ -210,6 +210,9 @@ func (c *Conn) Flush() {
 		c.mu.Unlock()
 		if batch.head != nil {
 			c.finish(batch, c.trySend(batch))
+			if c.afterFlush != nil {
+				c.afterFlush()
+			}
 		}
 		c.mu.Lock()
 		terminate, why := c.terminateFPDU, c.terminateReason

@@ -584,6 +584,43 @@ type completer func(*WorkRequest, error)
 
 func (f completer) WorkDone(wr *WorkRequest, err error) { f(wr, err) }
 
+// The function of SetFlushed follows the WorkDones of each batch. Those without an error come from Flush; others may come at any time.
+func TestSetFlushed(t *testing.T) {
+	i, r := pair(t, Options{}, Options{})
+	var order []string
+	i.SetFlushed(func() { order = append(order, "flushed") })
+	done := completer(func(wr *WorkRequest, err error) {
+		if err == nil {
+			order = append(order, string(wr.Data))
+		}
+	})
+	for n, batch := range [][]string{{"a", "b", "c"}, {"d"}} {
+		for _, data := range batch {
+			if err := i.Post(&WorkRequest{Op: Send, Data: []byte(data), Done: done}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		i.Flush()
+		want := []string{"[a b c flushed]", "[a b c flushed d flushed]"}[n]
+		if fmt.Sprint(order) != want {
+			t.Fatalf("%v, want %v", order, want)
+		}
+		for _, data := range batch {
+			if e := receive(t, r); string(e.Data) != data {
+				t.Errorf("%q came, want %q", e.Data, data)
+			}
+		}
+	}
+	failed := make(sent, 1)
+	if err := i.Post(&WorkRequest{Op: Send, Done: failed}); err != nil {
+		t.Fatal(err)
+	}
+	i.Close()
+	if err := <-failed; err == nil {
+		t.Error("a Send that was not sent is done without an error")
+	}
+}
+
 // MPA-7.1.2-14, MPA2-9.2-18: what a Responder posts early waits for the first FPDU, and so
 // does the end of its stream.
 func TestEarlyPosts(t *testing.T) {
