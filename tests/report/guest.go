@@ -75,7 +75,8 @@ const (
 	lioInMemory  = "LIO-memory"
 )
 
-// oursInGuest returns this target, with its LUN in a file or in memory.
+// oursInGuest returns this target, with its LUN in a file or in memory. Its goroutines have one of the two CPUs that it shares with the initiator: see
+// docs/tuning.md.
 func oursInGuest(name string, inMemory bool, tcp, iser string) guestTarget {
 	backend := "backend: file, path: $FILE"
 	if inMemory {
@@ -88,7 +89,7 @@ targets: [{name: "` + guestIQN + name + `", initiators: ["*"], luns: [{id: 0, ` 
 state_dir: /run/` + name + `.state
 control: {socket: /run/` + name + `.sock}
 .
-/run/share/iser-target serve --config /run/` + name + `.yaml </dev/null >/run/` + name + `.log 2>&1 &
+GOMAXPROCS=1 /run/share/iser-target serve --config /run/` + name + `.yaml </dev/null >/run/` + name + `.log 2>&1 &
 await grep -q msg=serving /run/` + name + `.log
 `, port: map[string]string{"TCP": tcp, "iSER": iser}, settings: "-n node.conn[0].iscsi.MaxXmitDataSegmentLength -v 65536"}
 }

@@ -40,6 +40,7 @@ type variant struct {
 	flags  string // more of bench
 	cable  *cable // nil: the loopback
 	quota  int    // CPU time of the target in percent of one CPU; 0: no limit
+	procs  int    // GOMAXPROCS of the target; 0: one for each CPU
 	luns   int    // how many; 0: one
 	debug  int    // port of the debug server; 0: none
 }
@@ -120,6 +121,10 @@ var experiments = []experiment{
 		{name: "`poll_time: 100us`", limits: "poll_time: 100us"},
 		{name: "`poll_time: 0`, `--hipri`", flags: "--hipri"},
 		{name: "`poll_time: 100us`, `--hipri`", limits: "poll_time: 100us", flags: "--hipri"},
+	}},
+	{"procs", slices.Concat(both("read 4k, 1 deep", false, read("4k", 1)), both("read 4k, 32 deep", false, read("4k", 32)), both("write 64k, 8 deep", true, write("64k", 8))), []variant{
+		{name: "one for each CPU"},
+		{name: "`GOMAXPROCS=1`", procs: 1},
 	}},
 	{"quota", both("read 4k, 32 deep", false, read("4k", 32)), []variant{
 		{name: "no limit"},
@@ -259,6 +264,9 @@ func (v *variant) start(ctx context.Context, o *options, dir string, network *ca
 		if v.cable != nil {
 			host, c.prefix = cableTarget, network.exec(network.initiator)
 			command = append(network.exec(network.target), command...)
+		}
+		if v.procs > 0 {
+			command = append([]string{"env", fmt.Sprint("GOMAXPROCS=", v.procs)}, command...)
 		}
 		quota := func() error { return nil }
 		if v.quota > 0 {
