@@ -11,7 +11,7 @@ func guestNotes(o *options) []string {
 			"of a round run on one target, and then on the next one. Each round begins with another target.", o.runtime, o.ramp),
 		fmt.Sprintf("Each target has one LUN of %d MiB, a file on a tmpfs that was filled with random bytes: that of LIO by fileio with its buffered mode, that of tgt by rdwr. "+
 			"TCP is iscsi_tcp of Linux, and iSER is ib_iser over siw. tgt has no column of iSER: tgtd 1.0.85 listens for it on the port of iSCSI/TCP (3260) only, and iWARP requires that port of TCP itself. "+
-			"No target uses digests or CRCs.", guestSize>>20),
+			"No target uses digests or CRCs. iser-target runs with GOMAXPROCS=1, since it shares two CPUs with the initiator.", guestSize>>20),
 	}
 }
 
