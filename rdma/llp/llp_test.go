@@ -407,19 +407,28 @@ func size(parts [][]byte) (n int) {
 	return n
 }
 
+// scattered returns a Window on b that reads to two places, and counts its reads.
+func scattered(b []byte) (w *Window, calls *int) {
+	r := bytes.NewReader(b)
+	w, calls = new(Window), new(int)
+	w.Init(func(p []byte) (int, error) { *calls++; return r.Read(p) }, nil)
+	w.Grow()
+	w.Scatter(func(p, q []byte) (int, error) {
+		*calls++
+		n, err := io.ReadFull(r, p)
+		if err == nil {
+			m, _ := r.Read(q)
+			n += m
+		}
+		return n, err
+	})
+	return w, calls
+}
+
 // While no long data comes, Read fills the Window, so that many short messages cost one system call.
 func TestWindowReadsAhead(t *testing.T) {
 	const header, data, messages = 48, 4096, 2 * WindowLen / (48 + 4096)
-	r, calls := bytes.NewReader(stream(messages*(header+data))), 0
-	w := new(Window)
-	w.Init(func(p []byte) (int, error) { calls++; return r.Read(p) }, nil)
-	w.Grow()
-	w.Scatter(func(p, q []byte) (int, error) {
-		calls++
-		n, err := io.ReadFull(r, p)
-		m, _ := r.Read(q)
-		return n + m, err
-	})
+	w, calls := scattered(stream(messages * (header + data)))
 	for i := range messages {
 		if err := w.Fill(header); err != nil {
 			t.Fatal(err)
@@ -433,8 +442,8 @@ func TestWindowReadsAhead(t *testing.T) {
 			t.Fatalf("message %d is another one", i)
 		}
 	}
-	if calls != 2 {
-		t.Errorf("%d calls for %d messages, want 2", calls, messages)
+	if *calls != 2 {
+		t.Errorf("%d calls for %d messages, want 2", *calls, messages)
 	}
 }
 
@@ -442,19 +451,7 @@ func TestWindowReadsAhead(t *testing.T) {
 func TestWindowReadsBoth(t *testing.T) {
 	const header, data = 10, 60000
 	want := stream(10 * (header + data))
-	r, calls := bytes.NewReader(want), 0
-	w := new(Window)
-	w.Init(func(p []byte) (int, error) { calls++; return r.Read(p) }, nil)
-	w.Grow()
-	w.Scatter(func(p, q []byte) (int, error) {
-		calls++
-		n, err := io.ReadFull(r, p)
-		if err == nil {
-			m, _ := r.Read(q)
-			n += m
-		}
-		return n, err
-	})
+	w, calls := scattered(want)
 	w.Thin = true
 	var got []byte
 	for range 10 {
@@ -475,8 +472,8 @@ func TestWindowReadsBoth(t *testing.T) {
 		}
 		got = append(got, p...)
 	}
-	if !bytes.Equal(got, want) || calls != 11 {
-		t.Errorf("%d calls, want 11; the bytes are equal: %t", calls, bytes.Equal(got, want))
+	if !bytes.Equal(got, want) || *calls != 11 {
+		t.Errorf("%d calls, want 11; the bytes are equal: %t", *calls, bytes.Equal(got, want))
 	}
 	if _, err := w.Read(make([]byte, 1)); err != ErrTruncated {
 		t.Errorf("at the end of the stream inside a message: %v", err)
