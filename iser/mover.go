@@ -74,7 +74,7 @@ type Conn struct {
 	ev          rdma.Event
 	hdr         Header // of the PDU that Receive returned last
 	bhs         pdu.BHS
-	err         error // why the connection has ended
+	err         error // why the connection ended
 	peerStarted bool  // a message has come in this phase
 	hello       bool  // a Hello has come
 	needsHello  bool  // a Hello must be the next message
@@ -90,7 +90,7 @@ type Conn struct {
 	outstanding int
 	waiting     fifo.Queue[task] // GetDatas that wait because ORD Reads are outstanding
 	flushed     fifo.Queue[task] // GetDatas that nobody will answer
-	gone        error            // why the connection has ended
+	gone        error            // why the connection ended
 	puts        *put             // free
 	statSN      uint32           // of the next status that is posted, if numbered
 	numbered    bool             // a status was posted
@@ -119,7 +119,7 @@ var (
 
 // task is the mover's state of a task slot.
 type task struct {
-	c      *Conn
+	c      *Conn // that sends
 	t      *iscsi.Task
 	remote Header // Remote Mapping (RFC 7145, section 7.3.1)
 	base   uint32 // Buffer Offset that the Write Base Offset corresponds to
@@ -335,7 +335,7 @@ func (c *Conn) Defer() { c.rc.Defer() }
 
 // NewTask implements iscsi.Datamover.
 func (c *Conn) NewTask() any {
-	t := &task{c: c}
+	t := &task{}
 	t.send.Done, t.get.Done = t, t
 	return t
 }
@@ -599,7 +599,7 @@ func (c *Conn) readDone() {
 // initiator supports that.
 func (c *Conn) SendControl(it *iscsi.Task) error {
 	t := it.Mover.(*task)
-	t.t = it
+	t.c, t.t = c, it
 	Header{}.Put(t.head[:])
 	copy(t.head[HeaderLen:], it.Header[:])
 	wr := &t.send
@@ -821,7 +821,7 @@ func (c *Conn) Refuse(err error) {
 	c.rc.SetReceiveDeadline(time.Now().Add(drainTime))
 }
 
-// end notes why the connection has ended. drainReads does the rest.
+// end notes why the connection ended. drainReads does the rest.
 func (c *Conn) end(err error) {
 	c.err = err
 	c.mu.Lock()
