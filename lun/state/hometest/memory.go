@@ -178,7 +178,12 @@ func (l *Link) Get(ctx context.Context, key string) (v state.Value, err error) {
 
 // Put implements state.Home.
 func (l *Link) Put(ctx context.Context, key string, data []byte, base state.Revision) (state.Revision, error) {
-	return l.put(ctx, key, data, base, nil, func() error { return nil })
+	return l.PutIf(ctx, key, data, base, func() error { return nil })
+}
+
+// PutIf is a Put that the home refuses with the error of may, if that has one when the Put gets there.
+func (l *Link) PutIf(ctx context.Context, key string, data []byte, base state.Revision, may func() error) (state.Revision, error) {
+	return l.put(ctx, key, data, base, nil, may)
 }
 
 // put stores a value of the lease, which may be nil, unless may fails.
