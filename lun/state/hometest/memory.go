@@ -181,7 +181,7 @@ func (l *Link) Put(ctx context.Context, key string, data []byte, base state.Revi
 	return l.PutIf(ctx, key, data, base, func() error { return nil })
 }
 
-// PutIf is a Put that the home refuses with the error of may, if that has one when the Put gets there.
+// PutIf does what Put does, but the home refuses the value with the error of may, if that has one when the value gets there.
 func (l *Link) PutIf(ctx context.Context, key string, data []byte, base state.Revision, may func() error) (state.Revision, error) {
 	return l.put(ctx, key, data, base, nil, may)
 }
