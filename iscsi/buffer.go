@@ -71,6 +71,11 @@ func (b *Buffer) Sent() {
 	}
 }
 
+// plain reports whether b has data of its own, which is a piece of data, and one owner.
+func (b *Buffer) plain() bool {
+	return b.budget != nil && !b.other && b.keeps == 0 && b.refs.Load() == 0
+}
+
 // Share reports whether the kernel may refer to the bytes of b until the initiator has them, also after they have left. Then b no longer counts as a piece of
 // data, so nobody waits for its release. The mover gives it to its Holds then.
 func (b *Buffer) Share() bool {
@@ -108,6 +113,18 @@ func (b *Buffer) Release() {
 		b.refs.Store(0)
 	}
 	b.Sent()
+	b.leave()
+	n, other := b.size(), b.other
+	g.pool.put(b)
+	if other {
+		g.discharge(n)
+	} else {
+		g.release(n, 1)
+	}
+}
+
+// leave makes b forget whose it is, and what it refers to.
+func (b *Buffer) leave() {
 	b.budget = nil
 	if b.keeps > 0 {
 		abandoned := b.abandoned.Swap(false)
@@ -129,13 +146,6 @@ func (b *Buffer) Release() {
 		for i := range b.data {
 			b.data[i] = 0xdb
 		}
-	}
-	n, other := b.size(), b.other
-	g.pool.put(b)
-	if other {
-		g.discharge(n)
-	} else {
-		g.release(n)
 	}
 }
 
@@ -161,9 +171,9 @@ func (b *Buffer) chargeTo(g *budget) {
 		return
 	}
 	g.mu.Lock()
-	g.free -= n
+	g.takePiece(n)
 	g.mu.Unlock()
-	from.release(n)
+	from.release(n, 1)
 }
 
 // bufferClass returns the class of the smallest Buffer that holds n bytes.
@@ -178,16 +188,13 @@ func bufferClass(n int) int {
 // nobody uses.
 type bufferPool struct {
 	classes [bufferClasses]sync.Pool
-	lent    sync.Pool    // Buffers for what logical units lend
-	out     atomic.Int64 // Buffers with pieces of data
-	bytes   atomic.Int64 // their size
+	lent    sync.Pool // Buffers for what logical units lend
 }
 
 // get returns a Buffer for a piece of data.
 func (p *bufferPool) get(g *budget, class int) *Buffer {
 	b := p.getOther(g, class)
 	b.other = false
-	p.count(b, 1)
 	return b
 }
 
@@ -198,7 +205,6 @@ func (p *bufferPool) getLent(g *budget, n int) *Buffer {
 		b = &Buffer{}
 	}
 	b.budget, b.other, b.keeps = g, false, n
-	p.count(b, 1)
 	return b
 }
 
@@ -212,12 +218,6 @@ func (p *bufferPool) getPiped(g *budget, n int, pipe Pipe) *Buffer {
 	return b
 }
 
-// count counts n more Buffers like b, which has a piece of data.
-func (p *bufferPool) count(b *Buffer, n int) {
-	p.out.Add(int64(n))
-	p.bytes.Add(int64(n * b.size()))
-}
-
 // getOther returns a Buffer for something else.
 func (p *bufferPool) getOther(g *budget, class int) *Buffer {
 	b, _ := p.classes[class].Get().(*Buffer)
@@ -229,9 +229,6 @@ func (p *bufferPool) getOther(g *budget, class int) *Buffer {
 }
 
 func (p *bufferPool) put(b *Buffer) {
-	if !b.other {
-		p.count(b, -1)
-	}
 	if b.keeps > 0 {
 		p.lent.Put(b)
 		return
@@ -339,9 +336,26 @@ func (q *quota) close() {
 type budget struct {
 	quota
 	account
-	pool  *bufferPool
-	bound int          // of the quota
-	pipes atomic.Int32 // that Buffers have
+	pool   *bufferPool
+	bound  int          // of the quota
+	pieces int          // Buffers with pieces of data, which have bound-free bytes; guarded by mu
+	pipes  atomic.Int32 // that Buffers have
+}
+
+// takePiece counts a Buffer of n bytes for a piece of data.
+//
+// Preconditions: g.mu is held.
+func (g *budget) takePiece(n int) {
+	invariant.Held(&g.mu)
+	g.free -= n
+	g.pieces++
+}
+
+// out returns how many Buffers have pieces of data, and how many bytes.
+func (g *budget) out() (pieces, bytes int) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.pieces, g.bound - g.free
 }
 
 // grant lets the first task that waits continue, with n bytes.
@@ -350,7 +364,7 @@ type budget struct {
 func (g *budget) grant(n int) {
 	invariant.Held(&g.mu)
 	t := g.waiters.Pop()
-	g.free -= n
+	g.takePiece(n)
 	g.used += n
 	t.wants, t.granted = n, true
 	t.wake <- struct{}{}
@@ -404,7 +418,7 @@ func (g *budget) take(n int) bool {
 		g.mu.Unlock()
 		return g.of.borrow(g, n)
 	}
-	g.free -= n
+	g.takePiece(n)
 	g.used += n
 	g.mu.Unlock()
 	return true
@@ -465,10 +479,11 @@ func (g *budget) unlock() {
 	}
 }
 
-// release gives back n bytes of pieces of data.
-func (g *budget) release(n int) {
+// release gives back n bytes of so many pieces of data.
+func (g *budget) release(n, pieces int) {
 	g.mu.Lock()
 	g.free += n
+	g.pieces -= pieces
 	g.used -= n
 	g.serve()
 	g.unlock()
@@ -495,10 +510,10 @@ func (g *budget) other(n int) *Buffer {
 
 // makeOther makes b, a Buffer of g, one that is not for a piece of data.
 func (g *budget) makeOther(b *Buffer) {
-	g.pool.count(b, -1)
 	g.mu.Lock()
 	b.other = true
 	g.free += b.size()
+	g.pieces--
 	g.serve()
 	g.unlock()
 }

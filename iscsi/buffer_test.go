@@ -67,8 +67,8 @@ func TestBudgetIsFair(t *testing.T) {
 		bufs[1].Release()
 		<-got
 		bufs[2].Release()
-		if g.free != 64<<10 || g.pool.out.Load() != 0 || g.pool.bytes.Load() != 0 {
-			t.Errorf("free %d, out %d", g.free, g.pool.out.Load())
+		if pieces, octets := g.out(); g.free != 64<<10 || pieces != 0 || octets != 0 {
+			t.Errorf("free %d, %d pieces of %d bytes out", g.free, pieces, octets)
 		}
 	})
 }
@@ -119,8 +119,8 @@ func TestBudgetCancel(t *testing.T) {
 		}
 		half.Release()
 		second2.Release()
-		if g.pool.out.Load() != 0 {
-			t.Errorf("%d out", g.pool.out.Load())
+		if pieces, _ := g.out(); pieces != 0 {
+			t.Errorf("%d out", pieces)
 		}
 		defer func() {
 			if recover() == nil {

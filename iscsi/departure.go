@@ -13,6 +13,11 @@ type Departure struct {
 	first, last *Task         // slots to make free, linked by nextFree
 	slots       int64
 	spent       lun.Tally
+
+	// Of Buffers that were released: bytes of data, and of the send queue.
+	budget              *budget
+	room                *quota
+	pieces, size, freed int
 }
 
 // Sent does what t.Sent does, in part not before End. All tasks are of one connection.
@@ -38,8 +43,38 @@ func (d *Departure) free(t *Task) {
 	d.slots++
 }
 
-// End ends what the calls of Sent have begun. It takes leaf locks only.
+// Release does what b.Release does, in part not before End.
+func (d *Departure) Release(b *Buffer) {
+	if !b.plain() || b.room == nil {
+		b.Release()
+		return
+	}
+	if d.budget != b.budget || d.room != b.room {
+		d.giveBack()
+		d.budget, d.room = b.budget, b.room
+	}
+	d.pieces++
+	d.size += len(b.data)
+	d.freed += b.queued
+	b.room = nil
+	b.leave()
+	d.budget.pool.put(b)
+}
+
+// giveBack gives back the room of Buffers.
+func (d *Departure) giveBack() {
+	if d.pieces == 0 {
+		return
+	}
+	d.room.done.Add(uint64(d.pieces))
+	d.room.release(d.freed)
+	d.budget.release(d.size, d.pieces)
+	d.budget, d.room, d.pieces, d.size, d.freed = nil, nil, 0, 0, 0
+}
+
+// End ends what the calls of Sent and Release have begun. It takes leaf locks only.
 func (d *Departure) End() {
+	d.giveBack()
 	if d.first == nil {
 		return
 	}

@@ -334,7 +334,7 @@ func (m *memory) borrow(g *budget, n int) bool {
 		m.hit = nil // the caller waits, or does with less
 		return false
 	}
-	g.quota.free -= n
+	g.takePiece(n)
 	g.used += n
 	return true
 }
@@ -369,6 +369,17 @@ func (m *memory) add(g *budget, n int, last bool) {
 	if rest := g.rest(); rest < 0 {
 		m.lend(g, -rest)
 	}
+}
+
+// out returns how many Buffers of all accounts have pieces of data, and how many bytes.
+func (m *memory) out() (pieces, bytes int) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for g := range m.accounts {
+		p, n := g.out()
+		pieces, bytes = pieces+p, bytes+n
+	}
+	return pieces, bytes
 }
 
 // changed serves those in line after the limit was changed.

@@ -380,13 +380,14 @@ func (nd *Node) has(t *target) bool {
 func (nd *Node) Stats() Stats {
 	nd.mu.Lock()
 	defer nd.mu.Unlock()
+	pieces, octets := nd.pieces()
 	return Stats{
 		Sessions:         len(nd.sessions),
 		Connections:      len(nd.conns),
 		TasksInFlight:    int(nd.stats.tasks.Load()),
 		DetachedTasks:    int(nd.stats.detached.Load()),
-		BuffersOut:       int(nd.buffers.out.Load()),
-		BufferOctets:     int(nd.buffers.bytes.Load()),
+		BuffersOut:       pieces,
+		BufferOctets:     octets,
 		LoginsAccepted:   nd.stats.accepted.Load(),
 		LoginsRefused:    nd.stats.refused.Load(),
 		SessionsFinished: nd.stats.sessionsEnded.Load(),
@@ -418,5 +419,13 @@ func (nd *Node) Memory() (used, limit int64) {
 	for c := range nd.conns {
 		limit += int64(c.opt.ConnectionMemory)
 	}
-	return nd.buffers.bytes.Load(), min(limit, nd.shared.Memory.Max())
+	_, octets := nd.pieces()
+	return int64(octets), min(limit, nd.shared.Memory.Max())
+}
+
+// pieces returns how many Buffers have pieces of data, and how many bytes.
+func (nd *Node) pieces() (pieces, octets int) {
+	pieces, octets = nd.memory.out()
+	late, n := nd.detached.out()
+	return pieces + late, octets + n
 }

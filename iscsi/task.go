@@ -162,10 +162,19 @@ func (t *Task) become(s taskState) {
 // reset empties the slot. Its memory keeps nothing alive that belonged to the task.
 func (t *Task) reset() {
 	t.taskVars = taskVars{}
-	t.aborted.Store(false)
-	t.resend.refused.Store(false)
-	t.place.Store(0)
-	t.hold.Store(placeKept)
+	// A store that other processors see costs much more than a load.
+	if t.aborted.Load() {
+		t.aborted.Store(false)
+	}
+	if t.resend.refused.Load() {
+		t.resend.refused.Store(false)
+	}
+	if t.place.Load() != 0 {
+		t.place.Store(0)
+	}
+	if t.hold.Load() != placeKept {
+		t.hold.Store(placeKept)
+	}
 	t.Segment, t.cmd.CDB = nil, nil
 }
 

@@ -518,10 +518,13 @@ func (c *Conn) givePut(p *put) {
 
 // WorkDone implements rdma.Completer. The data has left, or never will.
 func (p *put) WorkDone(_ *rdma.WorkRequest, err error) {
-	if p.shared {
+	switch {
+	case p.shared:
 		p.c.holds.Hold(p.b, p.until)
-	} else {
+	case err != nil:
 		p.b.Release()
+	default:
+		p.c.departure.Release(p.b)
 	}
 	if err != nil {
 		p.c.givePut(p)

@@ -152,7 +152,7 @@ func (c *Conn) done(l list) {
 			if i.recovers && !i.repeated { // others may keep it
 				i.buf.Sent()
 			}
-			i.buf.Release()
+			departure.Release(i.buf)
 		}
 		if i.op == pdu.DataIn || i.op == pdu.R2T {
 			i.buf, i.data, i.task, i.by, i.shared = nil, nil, nil, nil, false
