@@ -31,7 +31,9 @@ func (h *Holds) Hold(b *Buffer, until uint32) {
 
 // Acknowledge takes the ExpStatSN of a PDU of the initiator. One goroutine at a time calls it.
 func (h *Holds) Acknowledge(expStatSN uint32) {
-	h.acked.Store(expStatSN)
+	if h.acked.Load() != expStatSN { // a store that other processors see costs more
+		h.acked.Store(expStatSN)
+	}
 	if h.n.Load() > 0 {
 		h.release()
 	}

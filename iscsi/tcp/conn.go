@@ -251,8 +251,10 @@ func (c *Conn) NewTask() any {
 // Bind implements iscsi.Datamover.
 func (c *Conn) Bind(it *iscsi.Task, _ uint32) error {
 	t, h := it.Mover.(*task), it.Request()
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	if c.recovers { // else nobody but Receive, which is the same goroutine, looks at the task before GetData or PutData
+		c.mu.Lock()
+		defer c.mu.Unlock()
+	}
 	t.t, t.itt, t.lun, t.r2tSN, t.dataSN = it, h.ITT(), h.LUN(), 0, 0
 	if c.recovers {
 		t.keeping = keeping{}

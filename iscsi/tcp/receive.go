@@ -169,7 +169,11 @@ func (c *Conn) Pending() bool {
 }
 
 // Defer implements iscsi.Deferrer.
-func (c *Conn) Defer() { c.deferred.Store(true) }
+func (c *Conn) Defer() {
+	if !c.deferred.Load() { // a store that other processors see costs more
+		c.deferred.Store(true)
+	}
+}
 
 // flushDeferred sends what Defer kept back, in another goroutine: Receive must not wait
 // for the peer to take data, because the peer may wait for us to receive.
