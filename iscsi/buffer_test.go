@@ -73,6 +73,60 @@ func TestBudgetIsFair(t *testing.T) {
 	})
 }
 
+// Buffers that leave together come back at End of their Departure, each to its own connection, and those who wait get them then. Others come back at once.
+func TestDepartureGivesBack(t *testing.T) {
+	testkit.Bubble(t, func(t *testing.T) {
+		g, neighbor := newBudget(8192), newBudget(8192)
+		queue, other := quota{free: 100}, quota{free: 100}
+		take := func(g *budget, q *quota) *Buffer {
+			b := g.try(4096)
+			if b == nil || !q.take(40) {
+				t.Fatal("no room")
+			}
+			b.room, b.queued = q, 40
+			return b
+		}
+		first, second, third := take(g, &queue), take(g, &queue), take(neighbor, &other)
+		kept := neighbor.try(4096)
+		kept.Retain() // by a second owner
+		got := make(chan *Buffer, 1)
+		go func() { got <- g.wait(waiter(), 8192, 8192) }()
+		synctest.Wait()
+		var d Departure
+		d.Release(first)
+		d.Release(second)
+		synctest.Wait()
+		if pieces, _ := g.out(); pieces != 2 || len(got) != 0 || queue.done.Load() != 0 {
+			t.Errorf("before End: %d Buffers are out, %d waits have ended", pieces, len(got))
+		}
+		d.Release(kept)
+		if _, octets := neighbor.out(); octets != 8192 {
+			t.Errorf("a Buffer with another owner has come back: %d bytes are out", octets)
+		}
+		d.Release(kept) // by the last owner, and not on its way to the initiator
+		d.Release(third)
+		if pieces, octets := neighbor.out(); pieces != 1 || octets != 4096 {
+			t.Errorf("%d Buffers of %d bytes are out at the neighbor", pieces, octets)
+		}
+		d.End()
+		synctest.Wait()
+		if (<-got).Release(); queue.left() != 100 || queue.done.Load() != 2 || other.left() != 100 || other.done.Load() != 1 {
+			t.Errorf("the send queues have %d and %d of 100, after %d and %d Buffers", queue.left(), other.left(), queue.done.Load(), other.done.Load())
+		}
+		for _, g := range []*budget{g, neighbor} {
+			if pieces, octets := g.out(); pieces != 0 || octets != 0 {
+				t.Errorf("%d Buffers of %d bytes are out", pieces, octets)
+			}
+		}
+		defer func() {
+			if recover() == nil {
+				t.Error("a second Release did not panic")
+			}
+		}()
+		d.Release(first)
+	})
+}
+
 // A cancelled waiter leaves, and those behind it get what they want.
 func TestBudgetCancel(t *testing.T) {
 	testkit.Bubble(t, func(t *testing.T) {
