@@ -287,6 +287,7 @@ func (c *conn) enroll() {
 func (c *conn) dropOut() {
 	c.node.mu.Lock()
 	delete(c.node.conns, c)
+	c.leaveSlots()
 	c.node.mu.Unlock()
 	close(c.done)
 }

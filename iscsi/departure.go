@@ -11,7 +11,7 @@ import (
 type Departure struct {
 	at          time.Duration // by clock, when the first of them had left
 	first, last *Task         // slots to make free, linked by nextFree
-	slots       int64
+	slots       int
 	spent       lun.Tally
 
 	// Of Buffers that were released: bytes of data, and of the send queue.
@@ -80,9 +80,9 @@ func (d *Departure) End() {
 	}
 	d.spent.End()
 	c := d.first.conn
-	c.node.stats.tasks.Add(-d.slots)
 	p := &c.slots
 	p.mu.Lock()
+	c.useSlots(-d.slots)
 	d.last.nextFree, p.free = p.free, d.first
 	p.moves++
 	p.mu.Unlock()

@@ -211,13 +211,7 @@ func (c *conn) quiet() bool {
 			waiting++
 		}
 	})
-	c.slots.mu.Lock()
-	used := c.slots.made
-	for t := c.slots.free; t != nil; t = t.nextFree {
-		used--
-	}
-	c.slots.mu.Unlock()
-	return used == waiting && r.Idle()
+	return c.slots.tasks() == waiting && r.Idle()
 }
 
 // setFrozen lets nobody take a slot, so that nothing more is sent, or ends that.

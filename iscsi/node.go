@@ -205,7 +205,8 @@ type Node struct {
 // counters are the parts of Stats that change without a lock.
 type counters struct {
 	accepted, refused, sessionsEnded atomic.Uint64
-	tasks, detached                  atomic.Int64
+	detached                         atomic.Int64
+	strays                           atomic.Int64 // task slots in use of connections that have ended
 }
 
 // Stats are the numbers of a Node.
@@ -381,10 +382,14 @@ func (nd *Node) Stats() Stats {
 	nd.mu.Lock()
 	defer nd.mu.Unlock()
 	pieces, octets := nd.pieces()
+	tasks := int(nd.stats.strays.Load())
+	for c := range nd.conns {
+		tasks += c.slots.tasks()
+	}
 	return Stats{
 		Sessions:         len(nd.sessions),
 		Connections:      len(nd.conns),
-		TasksInFlight:    int(nd.stats.tasks.Load()),
+		TasksInFlight:    tasks,
 		DetachedTasks:    int(nd.stats.detached.Load()),
 		BuffersOut:       pieces,
 		BufferOctets:     octets,

@@ -453,7 +453,10 @@ func (t *Task) adopt(ref *Task, l *lostConn, slot *Task, at Resumption) bool {
 	ref.become(taskRunning)
 	r.snackTag, r.resumeAt = 0, uint64(at.Offset)
 	slot.giveStash()
-	c.node.stats.tasks.Add(-1) // ref uses the mover's state of slot, and slot itself is garbage
+	// ref uses the mover's state of slot, and slot itself is garbage.
+	l.conn.slots.mu.Lock()
+	l.conn.useSlots(-1)
+	l.conn.slots.mu.Unlock()
 	if len(l.answered) == 0 && !c.shared.tasks.any(l.conn.owns) {
 		c.sess.drop(l)
 	}

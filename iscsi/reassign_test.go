@@ -683,7 +683,11 @@ func loseWrite(t *testing.T, second bool) (n *testNode, a, b *testConn, h pdu.BH
 // ABORT TASK ends a task of a connection that was lost and logged out.
 func TestAbortTaskEndsATaskOfALostConnection(t *testing.T) {
 	testkit.Bubble(t, func(t *testing.T) {
-		_, a, b, h := loseWrite(t, true)
+		n, a, b, h := loseWrite(t, true)
+		synctest.Wait()
+		if s := n.Stats(); s.Connections != 1 || s.TasksInFlight != 3 { // two PDUs that b has not acknowledged, and the WRITE of a
+			t.Errorf("%d connections and %d tasks, want 1 and 3", s.Connections, s.TasksInFlight)
+		}
 		b.recoverFrom(a, a.ExpStatSN)
 		b.wantTMF(b.tmf(pdu.AbortTask, [8]byte{}, h.ITT(), h.CmdSN()), pdu.FunctionComplete)
 		b.wantTMF(b.reassign(h), pdu.TaskDoesNotExist)

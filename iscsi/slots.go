@@ -3,6 +3,8 @@ package iscsi
 import (
 	"sync"
 	"sync/atomic"
+
+	"github.com/iser-target/iser-target/lun/invariant"
 )
 
 const (
@@ -28,6 +30,8 @@ type slotPool struct {
 	freed  sync.Cond  // on mu
 	free   *Task      // linked by nextFree
 	made   int
+	used   int    // slots that are not free
+	left   bool   // the connection has ended: the Node counts those
 	closed bool   // no slot is taken: see freeze
 	moves  uint64 // counts what may give newTask a slot
 	max    int
@@ -39,6 +43,34 @@ type slotPool struct {
 //
 // Preconditions: p.mu is held.
 func (p *slotPool) exhausted() bool { return p.closed || p.free == nil && p.made == p.max }
+
+// useSlots counts n more slots as used.
+//
+// Preconditions: slots.mu is held.
+func (c *conn) useSlots(n int) {
+	p := &c.slots
+	invariant.Held(&p.mu)
+	p.used += n
+	if p.left {
+		c.node.stats.strays.Add(int64(n))
+	}
+}
+
+// tasks returns how many slots are used.
+func (p *slotPool) tasks() int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.used
+}
+
+// leaveSlots makes the Node count the slots that are used.
+func (c *conn) leaveSlots() {
+	p := &c.slots
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.left = true
+	c.node.stats.strays.Add(int64(p.used))
+}
 
 // setMax sets the number of slots.
 func (p *slotPool) setMax(max int) {
@@ -94,12 +126,12 @@ func (c *conn) takeSlot() *Task {
 	} else {
 		p.made++
 	}
+	c.useSlots(1)
 	p.mu.Unlock()
 	if t == nil {
 		c.node.memory.add(&c.budget, slotBytes, true)
 		t = newSlot(c, c.dm.NewTask())
 	}
-	c.node.stats.tasks.Add(1)
 	return t
 }
 
