@@ -72,7 +72,7 @@ func (d *Departure) giveBack() {
 	d.budget, d.room, d.pieces, d.size, d.freed = nil, nil, 0, 0, 0
 }
 
-// End ends what the calls of Sent and Release have begun. It takes leaf locks only.
+// End ends what the calls of Sent and Release have begun. It takes leaf locks only, and that of the memory of the Node.
 func (d *Departure) End() {
 	d.giveBack()
 	if d.first == nil {
