@@ -6,8 +6,8 @@ import (
 	"github.com/iser-target/iser-target/lun"
 )
 
-// A Departure is for a mover that learns at once of several PDUs that have left. It does what Task.Sent does for each, but reads the
-// clock, takes the lock of the slots and counts for many. The zero value is ready. It belongs to one goroutine at a time.
+// A Departure is for a mover that learns at once of several PDUs that have left. It does what Task.Sent and Buffer.Release do for each, but
+// reads the clock, takes the locks of slots and memory and counts for many. The zero value is ready. It belongs to one goroutine at a time.
 type Departure struct {
 	at          time.Duration // by clock, when the first of them had left
 	first, last *Task         // slots to make free, linked by nextFree

@@ -31,7 +31,7 @@ type slotPool struct {
 	free   *Task      // linked by nextFree
 	made   int
 	used   int    // slots that are not free
-	left   bool   // the connection has ended: the Node counts those
+	left   bool   // nothing else is left of the connection, and the Node counts the used slots
 	closed bool   // no slot is taken: see freeze
 	moves  uint64 // counts what may give newTask a slot
 	max    int

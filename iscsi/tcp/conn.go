@@ -251,7 +251,7 @@ func (c *Conn) NewTask() any {
 // Bind implements iscsi.Datamover.
 func (c *Conn) Bind(it *iscsi.Task, _ uint32) error {
 	t, h := it.Mover.(*task), it.Request()
-	if c.recovers { // else nobody but Receive, which is the same goroutine, looks at the task before GetData or PutData
+	if c.recovers { // else only Receive looks at the task before GetData or PutData, and nobody calls that meanwhile
 		c.mu.Lock()
 		defer c.mu.Unlock()
 	}
